@@ -34,7 +34,7 @@ from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.tiers.codecs import CODECS, coding_of, decoded, encoded
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, Writer
-from lightck.tiers.sending import Sent, send
+from lightck.tiers.sending import KnownObjects, send
 from lightck.tiers.tier_manifest import OBJECT_NBYTES_MAX
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -125,7 +125,7 @@ def adapters(folder: Path, *, small: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = with_adapters(GPT(2, 64, 2, 32, dropout=0.0) if small else GPT(8, 512, 8, 128, dropout=0.0), 8, 16)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
-    stores = {form: (FolderStore(str(folder / str(form))), Sent()) for form in FORMS}
+    stores = {form: (FolderStore(str(folder / str(form))), KnownObjects()) for form in FORMS}
     found: dict[str, list[int]] = {str(form): [] for form in FORMS}
     nbytes = 0
     with lightck.attach(model, folder / "lora.pool", optimizer=optimizer) as session:

@@ -61,7 +61,7 @@ def loop(rank: int, pools: Path | None, steps: int, replicas: int) -> dict[str, 
         stats = session.stats()
         found |= {"stall": stats.stall_seconds / sum(times), "waited": stats.rank_wait_seconds / sum(times)}
         found |= {"copied": float(session.copied or 0), "nbytes": 3.0 * sum(p.nbytes for p in model.parameters())}
-        found["every"] = float(session._membership.rule.knowledge.copy_every if session._membership else 0)
+        found["every"] = float(session._membership.commit_rule.knowledge.copy_every if session._membership else 0)
         torch.distributed.barrier()
         session.close()
     return found

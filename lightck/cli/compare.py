@@ -157,8 +157,8 @@ def _as_tree(contents: Contents) -> Facts:
             "param_groups": [
                 {**options, "params": names} for options, names in zip(saved.groups, saved.names, strict=True)
             ],
-            "state": _unpacked(saved.values),
-            "rest": _unpacked(saved.rest),
+            "state": _unpacked(saved.packed_param_state),
+            "rest": _unpacked(saved.packed_other_state),
         }
         for i, saved in enumerate(contents.optimizers)
     }

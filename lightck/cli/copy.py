@@ -30,7 +30,7 @@ from lightck.cli.text import Facts, print_json, print_line, size
 from lightck.errors import NoCheckpointError, PoolError, PoolNotFoundError, TierClaimedError, TierError
 
 if TYPE_CHECKING:
-    from lightck.tiers.drain import Copied, Drain
+    from lightck.tiers.drain import Copied, PoolSender
 
 
 @click.command("copy", cls=Command, short_help="Send checkpoints to a tier, or fetch one from it.")
@@ -133,7 +133,7 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
     print_line(f"step {done.step}: {size(done.nbytes)} in {done.path}{written}")
 
 
-def _repeat(drain: Drain, source: str, every: float, as_json: bool) -> int:
+def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
     round tries again; it ends the command if another process has the tier."""
     said, stop = "", threading.Event()

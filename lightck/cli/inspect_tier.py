@@ -143,13 +143,13 @@ def _shown(candidates: Sequence[Candidate], contents_of: ContentsOf, unreadable:
     """Return what the first checkpoint holds that can be used. What cannot is added to ``unreadable``."""
     from lightck.errors import CorruptPoolError
     from lightck.pool.format.structures import DamagedError
-    from lightck.tiers.fetching import frame_to_memory
+    from lightck.tiers.fetching import metadata_to_memory
 
     for each in candidates:
         reason: str | None = None
         try:
             each.refuse_stale()
-            with closing(frame_to_memory(each.store, each.manifests[0])) as reader:
+            with closing(metadata_to_memory(each.store, each.manifests[0])) as reader:
                 (found,) = stored_checkpoints.find_checkpoints(reader)
                 if found.stored is not None:
                     return {"ranks": each.world_size, **contents_of(found)}

@@ -107,8 +107,8 @@ def _optimizer(saved: OptimizerContents, encoder: JsonEncoder) -> dict[str, obje
             {"params": names, **encoder.encode_map(options, "optimizer/param_groups")}
             for names, options in zip(saved.names, saved.groups, strict=True)
         ],
-        "values": encoder.encode(unpack_dict(saved.values, tensor=_payload_ref), "optimizer"),
-        "rest": encoder.encode(unpack_dict(saved.rest, tensor=_payload_ref), "optimizer/rest"),
+        "values": encoder.encode(unpack_dict(saved.packed_param_state, tensor=_payload_ref), "optimizer"),
+        "rest": encoder.encode(unpack_dict(saved.packed_other_state, tensor=_payload_ref), "optimizer/rest"),
     }
 
 

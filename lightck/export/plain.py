@@ -19,7 +19,7 @@ import torch
 from lightck.errors import StateValueError
 from lightck.export.tensors import PlannedTensor
 from lightck.restore.checkpoint import Checkpoint
-from lightck.restore.contents import Contents, entry_of
+from lightck.restore.contents import Contents, existing_entry
 from lightck.state.storable import dtype_name
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class JsonEncoder:
             seen[str(key)] = key
 
     def _payload_tensor(self, name: str) -> str:
-        entry = entry_of(self._contents.entries, name)
+        entry = existing_entry(self._contents.entries, name)
         if name not in self._chosen.tensors:
             self._chosen.add(name, PlannedTensor(entry.dtype, entry.shape, lambda: self._read(name)))
         return name

@@ -69,12 +69,16 @@ class CopyResult(Enum):
 class HeldGradient:
     """The gradient of one parameter, as an update consumed it.
 
-    name: of the parameter. tensors: a dense gradient as one tensor; of a sparse one the indices (int64,
-    ``(n_sparse_dims, n_values)``) and the values; of a dense one in its indexed form (``IndexedGradient``) its indices
-    and values; of a DTensor the local tensor. Empty as soon as ``result`` is not ``HELD``. strides: of a dense
-    gradient, in elements; if its dtype is narrower than float32, the bits of the update depend on them. sparse_shape,
-    is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced one. shape: of the gradient,
-    dense or sparse. n_used: ``IndexedGradient.n_used``; None: the gradient has not its indexed form.
+    name: of the parameter. tensors: empty as soon as ``result`` is not ``HELD``; until then
+
+        dense                   (the tensor,)
+        sparse                  (indices, values); the indices are int64, ``(n_sparse_dims, n_values)``
+        dense, indexed form     (indices, values) of the ``IndexedGradient``
+        DTensor                 the same, of its local tensor
+
+    strides: of a dense gradient, in elements; if its dtype is narrower than float32, the bits of the update depend on
+    them. sparse_shape, is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced one. shape:
+    of the gradient, dense or sparse. n_used: ``IndexedGradient.n_used``; None: the gradient is not in its indexed form.
     """
 
     name: str

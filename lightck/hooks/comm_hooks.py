@@ -1,8 +1,8 @@
 """What lightck's communication hooks of DistributedDataParallel have in common.
 
 torch takes one hook, cannot unregister it, and keeps the hooks of Python in a list. A copy of a DistributedDataParallel
-(deepcopy, pickle) has this list, but torch registers none of the hooks in it, and a process group has no copies. So a
-copy has an object in place of lightck's, which only says so.
+(deepcopy, pickle) has this list, but torch registers none of the hooks in it, and a process group cannot be copied. So
+in a copy a placeholder takes the place of lightck's hook (``HookOfCopy``), which marks it as not registered.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def owner_of(function: object) -> object:
 
 
 def register(ddp: Any, hook: Callable[..., Any], taken: Callable[[str], UnsupportedError]) -> None:
-    """Register a hook. ``taken``: makes the error for a hook with this name that has the place. Call after
-    ``registered_hooks`` has found none."""
+    """Register a hook. ``taken``: makes the error for the case that another hook, of this name, is registered.
+    Call after ``registered_hooks`` has found none."""
     try:
         ddp.register_comm_hook(None, hook)
     except RuntimeError as err:  # torch's own hooks in C++ leave no trace in Python
@@ -59,8 +59,8 @@ def name_of(function: object) -> str:
 def averaged(bucket: Any, group: Any) -> Any:
     """Begin to average a bucket as torch does without a hook, with the same bits, and return the future of it."""
     buffer = bucket.buffer()
-    # Without a hook, torch multiplies by 1/n. (Its allreduce_hook divides by n, which rounds otherwise for n = 3.) A
-    # tensor without dimensions, because that is how torch passes the factor. Sparse gradients torch does divide.
+    # Without a hook, torch multiplies by 1/n. (Its allreduce_hook divides by n, which rounds otherwise for n = 3.)
+    # The factor is a tensor without dimensions, as in torch. For sparse gradients torch divides.
     if buffer.layout is torch.strided:
         buffer.mul_(torch.scalar_tensor(1.0 / group.size(), dtype=torch.float64))
     else:

@@ -25,16 +25,18 @@ from lightck.state.selection import is_selectable, keep_largest
 
 Kept = Callable[[int], int]
 """From the number of entries of a gradient to the number of those that are kept."""
-OF_BASES, OF_STEPS = "residuals_of_bases", "residuals"
-"""Keys in the state of ``Residuals``. Large residuals under the first one lie in the pool with the bases of their
-parameters (``pool.format.layout.RESIDUAL_PREFIX``)."""
+RESIDUALS_WITH_BASES = "residuals_of_bases"
+"""Key in the state of ``Residuals``, if they are saved with the bases of their parameters. In the pool large ones then
+lie with the bases (``pool.format.layout.RESIDUAL_PREFIX``)."""
+RESIDUALS_EACH_STEP = "residuals"
+"""Key in the state of ``Residuals``, if they are saved at each step."""
 
 
 class Residuals:
     """What was left out of the gradients: name of a parameter -> tensor."""
 
     def __init__(self, key: str) -> None:
-        """``key``: ``OF_BASES`` or ``OF_STEPS``."""
+        """``key``: ``RESIDUALS_WITH_BASES`` or ``RESIDUALS_EACH_STEP``."""
         self._key = key
         self._tensors: dict[str, torch.Tensor] = {}
         self._pending: dict[str, torch.Tensor] = {}
@@ -60,15 +62,15 @@ class Residuals:
         return found
 
     def pending(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the residual that a parameter has in the backward pass, to be changed in place. It counts from the
-        next ``take_pending`` on."""
+        """Return the residual that a parameter has in the backward pass, to be changed in place. It takes
+        effect at the next ``take_pending``."""
         found = self._pending.get(name)
         if found is None:
             found = self._pending[name] = self.of(name, gradient).clone()
         return found
 
     def take_pending(self, names: Iterable[str]) -> None:
-        """An update of these parameters begins: their pending residuals count from now on."""
+        """An update of these parameters begins: their pending residuals take effect now."""
         for name in names:
             pending = self._pending.pop(name, None)
             if pending is not None:
@@ -79,7 +81,7 @@ class Residuals:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over saved residuals. They may be of a run that saved them at other moments."""
-        for key in (OF_BASES, OF_STEPS):
+        for key in (RESIDUALS_WITH_BASES, RESIDUALS_EACH_STEP):
             for name, tensor in state.get(key, {}).items():
                 known = self._tensors.get(name)
                 taken = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -97,7 +99,7 @@ NamesOf = Callable[[Optimizer], Sequence[Sequence[str]]]
 
 
 class PendingResiduals(StepListener):
-    """Under DistributedDataParallel: lets the residuals of the backward pass count when an update consumes it."""
+    """Under DistributedDataParallel: the residuals of a backward pass take effect when an update consumes it."""
 
     def __init__(self, names_of: NamesOf, residuals: Residuals) -> None:
         self._names_of, self._residuals = names_of, residuals

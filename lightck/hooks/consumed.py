@@ -34,8 +34,8 @@ from lightck.hooks.captured_update import (
     GradientClass,
     HeldGradient,
 )
-from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
-from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, Probation
+from lightck.hooks.gradient_classes import GradientHistories, GradientHistory
+from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, GradientChecksums
 from lightck.state.consumed_update import ConsumedGroup, options_by_value
 from lightck.state.implementation_choice import chosen_implementations, writes_gradients
 from lightck.state.indexed_gradient import IndexedGradient
@@ -79,7 +79,7 @@ class GradientCopier(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Hold:
+class _PendingCopy:
     """A gradient whose copy is not validated yet. dtensor: the DTensor that holds its local tensor; None: there is
     none. signatures: version counter and address of each tensor before the update."""
 
@@ -104,7 +104,7 @@ class _RunningStep:
 
     step: CapturedStep
     threads: int
-    unobserved: list[tuple[_Hold, tuple[torch.Tensor, ...]]]
+    unobserved: list[tuple[_PendingCopy, tuple[torch.Tensor, ...]]]
     reasons: list[str] = field(default_factory=list)
 
 
@@ -124,11 +124,11 @@ class ConsumedGradients(StepListener):
         checksum covers. ``index``: see ``Indexing``. ``left_out``: returns the names of the parameters whose gradients
         are not taken. It is asked again when the parameters of an optimizer have changed."""
         self._copier, self._names_of, self._index, self._left_out = copier, names_of, index, left_out
-        self._classes, self._block = GradientClasses(), block
-        self._probation = Probation(block)
+        self._histories, self._block = GradientHistories(), block
+        self._checksums = GradientChecksums(block)
         self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]], frozenset[str]]] = {}
         """Index of an optimizer -> ids and names of the parameters of each group, and which of them are left out."""
-        self._held: dict[HeldGradient, _Hold] = {}
+        self._held: dict[HeldGradient, _PendingCopy] = {}
         self._running: dict[int, _RunningStep] = {}
         """Index of an optimizer -> its running step."""
         self._steps: list[CapturedStep] = []
@@ -169,9 +169,9 @@ class ConsumedGradients(StepListener):
         running = self._running[index] = self._take(index, optimizer)
         self._log_recycled()
         self._end_copies(
-            hold
+            pending
             for gradient in running.step.present_gradients()
-            if (hold := self._held[gradient]).gradient.kind.deadline is Deadline.NOW
+            if (pending := self._held[gradient]).gradient.kind.deadline is Deadline.NOW
         )
 
     def after_step(self, index: int) -> None:
@@ -202,9 +202,9 @@ class ConsumedGradients(StepListener):
         self._copier.consumed(update)
 
     def forward_ended(self) -> None:
-        self._classes.forward_ended()
+        self._histories.forward_ended()
         self._has_forward = True
-        self._end_copies(hold for hold in self._held.values() if hold.gradient.kind.deadline is Deadline.BACKWARD)
+        self._end_copies(one for one in self._held.values() if one.gradient.kind.deadline is Deadline.BACKWARD)
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -212,52 +212,52 @@ class ConsumedGradients(StepListener):
         """Report that the copy of a gradient has ended. ``checksums``: of the copy, for each tensor of the gradient:
         the CRC-32C of every ``block`` bytes of its elements in row-major order. Returns whether the copy is right.
         If not, ``GradientCopier.overwritten`` was called. In both cases the gradient is released."""
-        return self._ended(gradient, lambda hold: all(one.matches(checksums) for one in hold.expected))
+        return self._ended(gradient, lambda copy: all(one.matches(checksums) for one in copy.expected))
 
     def was_read(self, gradient: HeldGradient) -> bool:
         """Report that the gradient itself was read, and that no copy is needed. Returns whether it still is what the
-        update consumed; else as ``copied``."""
+        update consumed. If it was overwritten, this acts as ``copied`` does."""
         return self._ended(
             gradient,
-            lambda hold: all(one.are_still_in(gradient.tensors[one.tensor], self._block) for one in hold.expected),
+            lambda copy: all(one.are_still_in(gradient.tensors[one.tensor], self._block) for one in copy.expected),
         )
 
-    def _ended(self, gradient: HeldGradient, has_checksums: Callable[[_Hold], bool]) -> bool:
-        hold = self._held.get(gradient)
-        if hold is None:
+    def _ended(self, gradient: HeldGradient, checksums_match: Callable[[_PendingCopy], bool]) -> bool:
+        pending = self._held.get(gradient)
+        if pending is None:
             return gradient.result is CopyResult.VALIDATED
-        if hold.was_written:
-            self._overwritten(hold, "Its version counter or its address has changed.")
-        elif not has_checksums(hold):
-            self._overwritten(hold, "Its checksum differs from that of the gradient before the update.")
+        if pending.was_written:
+            self._overwritten(pending, "Its version counter or its address has changed.")
+        elif not checksums_match(pending):
+            self._overwritten(pending, "Its checksum differs from that of the gradient before the update.")
         else:
-            hold.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
-            self._let_go(hold, CopyResult.VALIDATED)
+            pending.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
+            self._let_go(pending, CopyResult.VALIDATED)
         return gradient.result is CopyResult.VALIDATED
 
     def find_overwritten(self) -> None:
         """Find gradients that were written since their update, by version counters and addresses, before their copies
         begin."""
-        for hold in [hold for hold in self._held.values() if hold.was_written]:
-            self._overwritten(hold, "Its version counter or its address has changed.")
+        for pending in [one for one in self._held.values() if one.was_written]:
+            self._overwritten(pending, "Its version counter or its address has changed.")
 
     def give_up(self, gradients: Iterable[HeldGradient]) -> None:
         """Release gradients that are not copied, and will not be."""
         for gradient in gradients:
-            hold = self._held.get(gradient)
-            if hold is not None:
-                self._let_go(hold, CopyResult.NOT_COPIED)
+            pending = self._held.get(gradient)
+            if pending is not None:
+                self._let_go(pending, CopyResult.NOT_COPIED)
 
     def forget(self) -> None:
         """Release everything, after the hooks were removed. What is not copied is given up."""
         self.give_up(list(self._held))
         self._running.clear()
         self._steps, self._reasons, self._names = [], [], {}
-        self._classes = GradientClasses()
+        self._histories = GradientHistories()
 
-    def _end_copies(self, holds: Iterable[_Hold]) -> None:
+    def _end_copies(self, pending_copies: Iterable[_PendingCopy]) -> None:
         """Let the copier complete the copies of these gradients now, and release the gradients that it did not copy."""
-        due = [hold.gradient for hold in holds]
+        due = [pending.gradient for pending in pending_copies]
         if due:
             self._copier.copies_due_now(due)
             self.give_up(due)
@@ -265,17 +265,17 @@ class ConsumedGradients(StepListener):
     def _end_earlier(self, index: int) -> None:
         """Let the copier complete the copies of earlier updates, and those of an earlier step of the same optimizer.
         Otherwise more than one set of gradients would be held."""
-        self._end_copies([hold for hold in self._held.values() if hold.update != self._update or hold.index == index])
+        self._end_copies([one for one in self._held.values() if one.update != self._update or one.index == index])
 
-    def _overwritten(self, hold: _Hold, reason: str) -> None:
-        if hold.gradient.kind.deadline is not Deadline.NOW:
-            hold.history.fix(GradientClass.RECYCLED)
-        self._let_go(hold, CopyResult.OVERWRITTEN)
-        self._copier.overwritten(hold.gradient, reason)
+    def _overwritten(self, pending: _PendingCopy, reason: str) -> None:
+        if pending.gradient.kind.deadline is not Deadline.NOW:
+            pending.history.fix(GradientClass.RECYCLED)
+        self._let_go(pending, CopyResult.OVERWRITTEN)
+        self._copier.overwritten(pending.gradient, reason)
 
-    def _let_go(self, hold: _Hold, result: CopyResult) -> None:
-        del self._held[hold.gradient]
-        hold.gradient.result, hold.gradient.tensors = result, ()
+    def _let_go(self, pending: _PendingCopy, result: CopyResult) -> None:
+        del self._held[pending.gradient]
+        pending.gradient.result, pending.gradient.tensors = result, ()
 
     def _discard(self, index: int) -> None:
         running = self._running.pop(index, None)
@@ -287,9 +287,9 @@ class ConsumedGradients(StepListener):
 
     def _take(self, index: int, optimizer: Optimizer) -> _RunningStep:
         if not self._steps and not self._running:
-            self._classes.begin_update()
+            self._histories.begin_update()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        groups, holds = [], []
+        groups, pending_copies = [], []
         gradients: dict[str, HeldGradient | None] = {}
         names_of_groups, left_out = self._names_in(index, optimizer)
         for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
@@ -306,24 +306,26 @@ class ConsumedGradients(StepListener):
                 local = grad if type(grad) is torch.Tensor else local_of(grad)
                 form = self._index(local) if local.layout is torch.strided else None
                 if form is None:
-                    history = self._classes.observe(
+                    history = self._histories.observe(
                         p, grad, local, is_written=is_written, has_forward=self._has_forward
                     )
                     gradient = gradients[name] = _gradient_of(name, local, history.kind)
                 else:
-                    history = self._classes.of_indexed(p)
+                    history = self._histories.of_indexed(p)
                     gradient = gradients[name] = _indexed_gradient_of(name, local, form)
                 dtensor = None if grad is local or form is not None else grad
                 signatures = _signatures_of(gradient.tensors, dtensor)
-                holds.append(_Hold(gradient, dtensor, history, index, self._update, signatures, []))
-        are_whole = [hold.history.n_validated < WHOLE_COPIES for hold in holds]
-        expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
-        for hold, blocks in zip(holds, expected, strict=True):
-            hold.expected = blocks
-            self._held[hold.gradient] = hold
+                pending_copies.append(_PendingCopy(gradient, dtensor, history, index, self._update, signatures, []))
+        are_whole = [pending.history.n_validated < WHOLE_COPIES for pending in pending_copies]
+        expected = self._checksums.read(index, [pending.gradient for pending in pending_copies], are_whole)
+        for pending, blocks in zip(pending_copies, expected, strict=True):
+            pending.expected = blocks
+            self._held[pending.gradient] = pending
         kind = type(optimizer).__name__
         step = CapturedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf), left_out)
-        unobserved = [(hold, hold.gradient.tensors) for hold in holds if hold.gradient.kind is GradientClass.UNOBSERVED]
+        unobserved = [
+            (one, one.gradient.tensors) for one in pending_copies if one.gradient.kind is GradientClass.UNOBSERVED
+        ]
         return _RunningStep(step, torch.get_num_threads(), unobserved)
 
     def _names_in(self, index: int, optimizer: Optimizer) -> tuple[list[tuple[str, ...]], frozenset[str]]:
@@ -342,16 +344,16 @@ class ConsumedGradients(StepListener):
         every write that came before the copy ended, and it does not matter whether the step made this write.)"""
         if not running.unobserved:
             return
-        now = self._probation.read_whole([tensors for _, tensors in running.unobserved])
-        for (hold, tensors), blocks in zip(running.unobserved, now, strict=True):
-            is_equal = all(one.equals(other) for one, other in zip(hold.expected, blocks, strict=True))
-            if not is_equal or _signatures_of(tensors, hold.dtensor) != hold.signatures:
-                hold.history.fix(GradientClass.WRITTEN_BY_STEP)
-                if hold.gradient in self._held:
-                    self._overwritten(hold, "The step itself has changed it.")
+        now = self._checksums.read_whole([tensors for _, tensors in running.unobserved])
+        for (pending, tensors), blocks in zip(running.unobserved, now, strict=True):
+            is_equal = all(one.equals(other) for one, other in zip(pending.expected, blocks, strict=True))
+            if not is_equal or _signatures_of(tensors, pending.dtensor) != pending.signatures:
+                pending.history.fix(GradientClass.WRITTEN_BY_STEP)
+                if pending.gradient in self._held:
+                    self._overwritten(pending, "The step itself has changed it.")
 
     def _log_recycled(self) -> None:
-        if self._may_log_recycled and self._classes.has_recycled:
+        if self._may_log_recycled and self._histories.has_recycled:
             self._may_log_recycled = False
             log.warning(
                 "lightck: the loop zeroes gradients in place, so each of them is copied inside optimizer.step(), "

@@ -43,7 +43,7 @@ class GradientHistory:
             self.fixed = kind
 
 
-class GradientClasses:
+class GradientHistories:
     """The histories of all parameters."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class GradientClasses:
         """id of a parameter -> its history. The weak reference in the history shows whether the id was reused."""
         self._indexed: dict[int, GradientHistory] = {}
         """As ``_histories``, for gradients that are held in their indexed form."""
-        self._returning: list[GradientHistory] = []
+        self._may_reuse_memory: list[GradientHistory] = []
         """Histories of the parameters whose next gradient may lie in the memory of the newest one."""
         self.has_recycled = False
         """Whether a gradient was ever found to be recycled."""
@@ -75,7 +75,7 @@ class GradientClasses:
             history.kind = self._class_of(history, is_same, local, is_written, has_forward)
         history.was_none = False
         if history.kind is not GradientClass.OWNED:
-            self._returning.append(history)
+            self._may_reuse_memory.append(history)
         return history
 
     def _class_of(
@@ -104,15 +104,15 @@ class GradientClasses:
 
     def begin_update(self) -> None:
         """The gradients that are observed from now on belong to another update."""
-        self._returning.clear()
+        self._may_reuse_memory.clear()
 
     def forward_ended(self) -> None:
         """Observe which gradients are set to None before the next backward pass. Only the first forward pass after an
         update says so, because with accumulation the next ones find the gradients of the first backward pass."""
-        for history in self._returning:
+        for history in self._may_reuse_memory:
             param = history.param()
             history.was_none = param is not None and param.grad is None
-        self._returning.clear()
+        self._may_reuse_memory.clear()
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:

@@ -88,9 +88,9 @@ class UsedGradient:
         self.param_crcs = crcs_of(self.param) if self.compares_param else None
         self.state = _snapshot(optimizer.state.get(self.param))
 
-    def moved(self) -> None:
-        """Take the gradient that ``param`` has now for the one that was used: torch has just written the same bits
-        there. (Its bytes are compared with ``crcs`` in ``step()``.)"""
+    def rebind(self) -> None:
+        """Treat ``param.grad`` as the gradient that was used: torch has just written the same bits there. (Its bytes
+        are compared with ``crcs`` in ``step()``.)"""
         if self.param.grad is not None and not self.is_hidden:
             self.grad, self.grad_counters = self.param.grad, counters_of(self.param.grad)
 

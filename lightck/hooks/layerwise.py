@@ -42,7 +42,7 @@ from lightck.hooks.layers import (
     tensors_of,
 )
 from lightck.hooks.layerwise_arguments import (
-    checked_training,
+    checked_reduction,
     refuse_many_ranks,
     refuse_scaled,
 )
@@ -82,8 +82,9 @@ def layerwise(
         model: each of its modules that has parameters of its own is a layer. In a group of ranks: the
             DistributedDataParallel, or a model after ``fully_shard``.
         optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters.
-        comm_hook: the communication hook of the DistributedDataParallel, in place of its ``register_comm_hook``, which
-            takes one hook only, and this place is needed. None: gradients are averaged as without a hook.
+        comm_hook: your communication hook of the DistributedDataParallel. Pass it here instead of to
+            ``register_comm_hook``: torch takes one hook only, which is lightck's. None: gradients are averaged as
+            without a hook.
         comm_state: the first argument of ``comm_hook``.
 
     Returns:
@@ -97,7 +98,7 @@ def layerwise(
             DistributedDataParallel.
     """
     has_hook = comm_hook is not None or comm_state is not None
-    model, ddp, is_fully_sharded = checked_training(model, optimizer, has_hook=has_hook)
+    model, ddp, is_fully_sharded = checked_reduction(model, optimizer, has_hook=has_hook)
     known = layerwise_of(optimizer)
     if known is not None and known.is_of(model) and known.is_reduced_by(ddp, is_fully_sharded):
         if ddp is not None:
@@ -146,8 +147,8 @@ class Layerwise:
         """Number of steps in which this object has updated a layer."""
         self._accumulating = 0
         """Number of ``accumulate()`` blocks that are entered now."""
-        self._are_gradients_settled = False
-        """Whether ``gradients_moved`` will be called at the end of this backward pass; only with
+        self._is_rebind_queued = False
+        """Whether ``rebind_gradients`` will be called at the end of this backward pass; only with
         ``is_fully_sharded``."""
         self._compares_all = compares_all()
         self._structure: list[object] = []
@@ -279,10 +280,10 @@ class Layerwise:
         """As ``GradientReceiver.has_computed``."""
         return id(param) in self._computed
 
-    def gradients_moved(self) -> None:
-        """As ``GradientReceiver.gradients_moved``."""
+    def rebind_gradients(self) -> None:
+        """As ``GradientReceiver.rebind_gradients``."""
         for used in self._used.values():
-            used.moved()
+            used.rebind()
 
     def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
         """As ``GradientReceiver.buckets_reduced``."""
@@ -327,13 +328,13 @@ class Layerwise:
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
-            self._are_gradients_settled = False
+            self._is_rebind_queued = False
             for listener, index in listeners:
                 listener.layers_begin(index)
-        if self._is_fully_sharded and not self._are_gradients_settled and not own_hooks.is_in_nested_backward():
-            # fully_shard may add to gradients of other parameters later, in memory that has one counter for all.
-            own_hooks.call_after_backward(self.gradients_moved)
-            self._are_gradients_settled = True
+        if self._is_fully_sharded and not self._is_rebind_queued and not own_hooks.is_in_nested_backward():
+            # fully_shard may add to gradients of other parameters later, in a buffer with one version counter for all.
+            own_hooks.call_after_backward(self.rebind_gradients)
+            self._is_rebind_queued = True
         begin = time.monotonic_ns()
         params = [p for p in layer.params if p.grad is not None]
         self._record_used(layer, params)

@@ -24,8 +24,8 @@ _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that cannot be stepped layer by layer."""
 
 
-class Training(NamedTuple):
-    """What reduces the gradients of a model. module: the model, or the module inside ``ddp``. ddp: the
+class GradientReduction(NamedTuple):
+    """How the gradients of a model are reduced. module: the model, or the module inside ``ddp``. ddp: the
     DistributedDataParallel; None: there is none. is_fully_sharded: whether ``fully_shard`` reduces them."""
 
     module: nn.Module
@@ -33,8 +33,8 @@ class Training(NamedTuple):
     is_fully_sharded: bool
 
 
-def checked_training(model: object, optimizer: Optimizer, *, has_hook: bool) -> Training:
-    """Return what reduces the gradients. ``has_hook``: whether the user passes a communication hook. Raises
+def checked_reduction(model: object, optimizer: Optimizer, *, has_hook: bool) -> GradientReduction:
+    """Return how the gradients are reduced. ``has_hook``: whether the user passes a communication hook. Raises
     ``TypeError``, or ``UnsupportedError`` for a training that cannot be updated layer by layer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
@@ -49,7 +49,7 @@ def checked_training(model: object, optimizer: Optimizer, *, has_hook: bool) -> 
         _refuse_ddp(ddp, optimizer)
     elif not is_fully_sharded:
         refuse_many_ranks()
-    return Training(module, ddp, is_fully_sharded)
+    return GradientReduction(module, ddp, is_fully_sharded)
 
 
 def _is_ddp(model: nn.Module) -> TypeGuard[Any]:
@@ -92,8 +92,8 @@ def _is_fully_sharded_training(model: nn.Module, optimizer: Optimizer) -> bool:
     if any(id(p) not in reduced for p in params):
         raise UnsupportedError(
             "Some parameters of the optimizer are DTensors, and fully_shard does not reduce the gradients of all of "
-            "them (tensor parallelism without fully_shard, ignored_params=, or a parameter outside of the model). For "
-            "the others no moment is known from which on the gradient is final. Leave out lightck.layerwise()."
+            "them (tensor parallelism without fully_shard, ignored_params=, or a parameter outside of the model). "
+            "lightck does not know when the other gradients are final. Leave out lightck.layerwise()."
         )
     return True
 

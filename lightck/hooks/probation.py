@@ -49,7 +49,7 @@ class ExpectedBlocks:
         return same_place and bool(np.array_equal(self.checksums, other.checksums))
 
 
-class Probation:
+class GradientChecksums:
     """Chooses which blocks are compared, and reads them. ``block``: bytes that one checksum covers, a multiple of the
     size of every element."""
 
@@ -64,17 +64,17 @@ class Probation:
         """Read the chosen blocks of the gradients that optimizer ``index`` consumes, and return for each gradient what
         its copy must have. ``are_whole``: whether to compare all blocks of a gradient."""
         tensors = [gradient.tensors for gradient in gradients]
-        rows = [row for i, is_whole in enumerate(are_whole) if is_whole for row in _whole_rows(i, tensors[i])]
-        return self._read_rows(rows + self._row_in_turn(index, tensors, are_whole), len(tensors))
+        ranges = [one for i, is_whole in enumerate(are_whole) if is_whole for one in _whole_ranges(i, tensors[i])]
+        return self._read_ranges(ranges + self._range_in_turn(index, tensors, are_whole), len(tensors))
 
     def read_whole(self, gradients: Sequence[tuple[torch.Tensor, ...]]) -> list[list[ExpectedBlocks]]:
         """Read all blocks of gradients, each given as its tensors."""
-        rows = [row for i, tensors in enumerate(gradients) for row in _whole_rows(i, tensors)]
-        return self._read_rows(rows, len(gradients))
+        ranges = [one for i, tensors in enumerate(gradients) for one in _whole_ranges(i, tensors)]
+        return self._read_ranges(ranges, len(gradients))
 
-    def _row_in_turn(
+    def _range_in_turn(
         self, index: int, gradients: Sequence[tuple[torch.Tensor, ...]], are_whole: Sequence[bool]
-    ) -> list[_Row]:
+    ) -> list[_ByteRange]:
         """Choose one block of the next gradient, and the block after it when this gradient has its turn again."""
         chosen, n = self._next.get(index, 0), len(gradients)
         if not n or are_whole[chosen % n]:
@@ -84,27 +84,27 @@ class Probation:
         turn_of_tensor, tensor = divmod(turn, len(gradients[gradient]))
         plain = plain_tensor(gradients[gradient][tensor])
         first = turn_of_tensor % max(-(-plain.nbytes // self._block), 1)
-        return [_Row(gradient, tensor, plain, first, min(self._block, plain.nbytes - first * self._block))]
+        return [_ByteRange(gradient, tensor, plain, first, min(self._block, plain.nbytes - first * self._block))]
 
-    def _read_rows(self, rows: Sequence[_Row], n_gradients: int) -> list[list[ExpectedBlocks]]:
+    def _read_ranges(self, ranges: Sequence[_ByteRange], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
-        rows = [row for row in rows if row.nbytes]
-        if len(rows) == 1:  # this is so at nearly all updates, and takes less time than the general way
-            row = rows[0]
-            begin, size = row.first_block * self._block, row.plain.element_size()
-            part = row.plain.view(-1)[begin // size : (begin + row.nbytes) // size]
-            expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, checksums(part, self._block)))
-        elif rows:
-            addresses = [row.plain.data_ptr() + row.first_block * self._block for row in rows]
-            read = Blocks.of(addresses, [row.nbytes for row in rows], [0] * len(rows), self._block).checksums()
-            ends = np.cumsum([-(-row.nbytes // self._block) for row in rows])
-            for row, of_row in zip(rows, np.split(read, ends[:-1]), strict=True):
-                expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, of_row))
+        ranges = [one for one in ranges if one.nbytes]
+        if len(ranges) == 1:  # this is so at nearly all updates, and takes less time than the general way
+            one = ranges[0]
+            begin, size = one.first_block * self._block, one.plain.element_size()
+            part = one.plain.view(-1)[begin // size : (begin + one.nbytes) // size]
+            expected[one.gradient].append(ExpectedBlocks(one.tensor, one.first_block, checksums(part, self._block)))
+        elif ranges:
+            addresses = [one.plain.data_ptr() + one.first_block * self._block for one in ranges]
+            read = Blocks.of(addresses, [one.nbytes for one in ranges], [0] * len(ranges), self._block).checksums()
+            ends = np.cumsum([-(-one.nbytes // self._block) for one in ranges])
+            for one, of_one in zip(ranges, np.split(read, ends[:-1]), strict=True):
+                expected[one.gradient].append(ExpectedBlocks(one.tensor, one.first_block, of_one))
         return expected
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _ByteRange:
     """Bytes to read: of tensor ``tensor`` of gradient ``gradient``, from ``first_block`` on."""
 
     gradient: int
@@ -122,6 +122,6 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _whole_rows(gradient: int, tensors: Sequence[torch.Tensor]) -> list[_Row]:
+def _whole_ranges(gradient: int, tensors: Sequence[torch.Tensor]) -> list[_ByteRange]:
     plain = enumerate(map(plain_tensor, tensors))
-    return [_Row(gradient, k, tensor, 0, tensor.nbytes) for k, tensor in plain]
+    return [_ByteRange(gradient, k, tensor, 0, tensor.nbytes) for k, tensor in plain]

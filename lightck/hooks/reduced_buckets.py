@@ -8,7 +8,7 @@ queues each bucket with its future. What follows runs on the thread of ``backwar
                                 computed. torch queues its own callback, which writes ``p.grad``, after the last bucket.
     ``_update``                 waits for one bucket after the other, lends each parameter its reduced gradient as
                                 ``p.grad``, and reports it. So a layer is updated while later buckets are on the wire.
-    ``gradients_moved``         comes after torch's callback: ``p.grad`` is now what ``step()`` will see.
+    ``rebind_gradients``        comes after torch's callback: ``p.grad`` is now what ``step()`` will see.
 
 Invariant: no layer is updated while the backward pass still computes, because it could need the old parameters. The
 gradient that a layer's update uses has the bits that torch writes into ``p.grad`` afterwards.
@@ -51,14 +51,14 @@ class GradientReceiver(Protocol):
     def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
         """As ``StepListener.buckets_reduced``."""
 
-    def gradients_moved(self) -> None:
-        """torch has written the reduced gradients into ``p.grad``."""
+    def rebind_gradients(self) -> None:
+        """torch has written the reduced gradients into ``p.grad``: treat these as the gradients that were used."""
 
 
 @dataclass(slots=True)
 class _Bucket:
     """A bucket that is being reduced. params: in the order of their gradients in the bucket. begin, end: as in
-    ``ReducedBucket``; end is 0 until then."""
+    ``ReducedBucket``; end is 0 until the reduction has ended."""
 
     params: Sequence[torch.Tensor]
     future: Any
@@ -153,8 +153,8 @@ class ReducedBuckets(OwnCommHook):
         begin = time.monotonic_ns()
         future = self._reduce(bucket)
         params = bucket.parameters()
-        # Else step() makes the update. A sparse gradient has no view, and a bucket has real gradients of complex
-        # parameters.
+        # A sparse gradient has no view in the bucket, and a complex one lies there as real numbers. step() updates
+        # their parameters.
         if bucket.buffer().layout is torch.strided and not any(map(torch.is_complex, params)):
             self._buckets.append(_Bucket(params, future, begin, bucket.buffer().nbytes))
         return future
@@ -170,7 +170,7 @@ class ReducedBuckets(OwnCommHook):
         buckets, self._buckets, self._is_queued = self._buckets, [], False
         receivers = self._live_receivers()
         for receiver in receivers:
-            call_after_backward(receiver.gradients_moved)
+            call_after_backward(receiver.rebind_gradients)
         own: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         try:
             for bucket in buckets:

@@ -2,7 +2,7 @@
 
 Each rank chooses the entries of each of its gradients, and all ranks gather the positions and values. Each then sums
 them, in the order of the ranks, into a gradient of zeros, and divides it by the number of ranks. So all ranks get the
-same bits, as from the default hook. What the optimizer consumes is not this, since clipping may follow.
+same bits, as from the default hook. Clipping may follow, so lightck captures the gradient later, at the update.
 
 The residuals (error feedback) are each rank's own.
 """

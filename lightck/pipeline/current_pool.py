@@ -54,7 +54,7 @@ class CurrentPool:
         self.n_slots, self.spare_slots = slots, 0
         self.requested_slots: int | None = None
         self.spare_nbytes_min = 0
-        """How many bytes a new file has for growth at least, because so many had no room in a gradient record."""
+        """The least room for growth in a new file, in bytes: the size of gradients that did not fit into a record."""
         self.group: GroupIdentity | None = None
         """Which rank of which group the pool belongs to. Set before the pool of a rank is created."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events

@@ -16,7 +16,8 @@ _NONE: frozenset[int] = frozenset()
 
 
 class CommitDecision(Protocol):
-    """One part that decides. The pipeline calls its methods on the training thread."""
+    """A part of lightck that may refuse commits, or hold slots. The pipeline calls its methods on the training
+    thread."""
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
         """Whether the checkpoint of this closed step may be committed. Called at the boundary, before the checkpoint is
@@ -78,8 +79,8 @@ class Decisions:
         return True
 
     def wait_for_relayout(self, writer: PoolWriter, n_whole: int, pause: Callable[[], object]) -> None:
-        """Wait until a file with room for so many whole checkpoints has room for the held checkpoints of ``writer`` and
-        for one more. Without other ranks it always has. Raises ``OthersPauseError``."""
+        """Wait until a file with room for ``n_whole`` whole checkpoints has room for the held checkpoints of ``writer``
+        and for one more. Return at once if there are no other ranks. Raises ``OthersPauseError``."""
         if self._of_group is not None and not self._of_group.wait_until(
             lambda: len(self.held(writer)) < n_whole, pause
         ):

@@ -1,10 +1,10 @@
 """Pools with gradient records, as the pipeline sees them (``pool/gradient_writer.py`` writes them).
 
 All parameters and their optimizer state lie in homes, also those that are never updated: they are written once. (Units
-whose updates cannot be made again are the exception. See ``whole``.)
-Everything else lies in the record of each step: gradients, buffers, the user's objects. If gradients are compressed, a
-record has room for their indexed form. A gradient that does not fit into it once (a hook of the user has added noise)
-needs a new pool, which has room for its dense form too.
+whose updates cannot be made again are the exception. See ``whole``.) Everything else lies in the record of each step:
+gradients, buffers, the user's objects. If gradients are compressed, a record has room for their indexed form. If a
+gradient does not fit into it (a hook of the user has added noise), the pool is replaced by one that has room for the
+dense form of this gradient too.
 
 A step without a good record of its update (nobody captured it, or the step before left none) gets a full checkpoint:
 every unit is written to a home. With an interval, each step between two checkpoints gets a record that is not
@@ -61,7 +61,7 @@ def no_capacity(_numel: int, _item_nbytes: int) -> int | None:
 
 
 class GradientPools:
-    """Made for a session."""
+    """The kind of pools with gradient records, made for a session."""
 
     def __init__(
         self,
@@ -72,27 +72,29 @@ class GradientPools:
         capacity: Capacity = no_capacity,
         whole: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """``base_every``: see ``Gradients``; None: in each pool as many steps as pay there (``paying_base_every``) and
-        as its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool
-        has room for gradients. ``interval``: updates from one commit to the next. ``n_records``: returns the number of
-        record slots of a new pool, from its entries and the bytes of its small state; None: the number that the session
-        asks for. ``capacity``: see ``Capacity``. ``whole``: returns the names of the parameters whose units lie whole
-        in each checkpoint, in the slots: their updates cannot be made again, so no gradient of them is recorded."""
+        """``base_every``: see ``Gradients``; None: in each pool the largest number that is worth its cost there
+        (``worthwhile_base_every``), if its records allow this. ``updated``: returns the names of the parameters that
+        optimizers update, for which a pool has room for gradients. ``interval``: updates from one commit to the next.
+        ``n_records``: returns the number of record slots of a new pool, from its entries and the bytes of its small
+        state; None: the number that the session asks for. ``capacity``: see ``Capacity``. ``whole``: returns the names
+        of the parameters whose units lie whole in each checkpoint, in the slots: their updates cannot be made again, so
+        no gradient of them is recorded."""
         self._base_every, self._interval, self._updated = base_every, interval, updated
         self._n_records, self._capacity, self._whole = n_records, capacity, whole
         self._seen_dense: set[str] = set()
-        """Names of the entries of gradients that have an indexed form, and did not fit into it once."""
-        self._most = BASE_EVERY_MAX
+        """Names of the entries of gradients that have an indexed form, and did not fit into it before."""
+        self._base_every_max = BASE_EVERY_MAX
         """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
 
     def limit_base_every(self, most: int) -> None:
-        """Let the next checkpoint be full, and ``base_every`` at most this number from then on."""
-        self._most = min(self._most, most)
+        """Let ``base_every`` be at most this number from the next checkpoint on, which is full if ``base_every`` is
+        larger now."""
+        self._base_every_max = min(self._base_every_max, most)
 
     def base_every_of(self, writer: PoolWriter | None) -> int | None:
         """Return ``base_every`` in a pool, from the next checkpoint on; None if there is no pool yet."""
-        return min(writer.log.base_every, self._most) if isinstance(writer, GradientWriter) else None
+        return min(writer.log.base_every, self._base_every_max) if isinstance(writer, GradientWriter) else None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
         entries = list(entries)
@@ -144,8 +146,8 @@ class GradientPools:
         n_slots = len(reader.superblock.slots)
         base_every = self._base_every
         if base_every is None:
-            base_every = min(paying_base_every(reader.entries), tolerant_base_every(n_slots))
-        base_every = min(base_every, self._most)
+            base_every = min(worthwhile_base_every(reader.entries), tolerant_base_every(n_slots))
+        base_every = min(base_every, self._base_every_max)
         least = records_min(base_every, self._interval, in_group=reader.group is not None)
         if n_slots < least:
             given = f"base_every={self._base_every}" + f" and interval={self._interval}" * (self._interval > 1)
@@ -169,9 +171,9 @@ class GradientPools:
         moved = frozenset[str]() if update is None else update.whole & writer.units.numbers.keys()
         if moved:
             raise RelayoutNeededError(f"{min(moved)!r} lies in homes, and no gradient of it is recorded any more")
-        if update is None or writer.log.step != step - 1 or self._most < writer.log.base_every:
+        if update is None or writer.log.step != step - 1 or self._base_every_max < writer.log.base_every:
             writer.skipped(step - 1, np.ones(len(names), np.bool_))
-            writer.limit_base_every(self._most)
+            writer.limit_base_every(self._base_every_max)
             updated = np.ones(len(names), np.bool_)
         else:
             updated = np.array([name in update.updated for name in names], np.bool_)
@@ -201,10 +203,10 @@ def updated_nbytes(laid_out: Iterable[Entry]) -> tuple[int, int]:
     return changed, sum(entry.nbytes for entry in gradients)
 
 
-def paying_base_every(laid_out: Iterable[Entry]) -> int:
-    """Return the largest ``base_every`` that pays: twice the number of bytes that an update changes for each byte of
-    gradients. With it a checkpoint writes half as much of the state as of gradients; a larger number saves little more,
-    and needs space and a longer recovery. ``laid_out``: the entries of a pool."""
+def worthwhile_base_every(laid_out: Iterable[Entry]) -> int:
+    """Return the largest ``base_every`` that is worth its cost: twice the number of bytes that an update changes for
+    each byte of gradients. With it a checkpoint writes half as much of the state as of gradients; a larger number saves
+    little more, and needs space and a longer recovery. ``laid_out``: the entries of a pool."""
     changed, consumed = updated_nbytes(laid_out)
     return min(max(2 * changed // consumed, BASE_EVERY_MIN), BASE_EVERY_MAX) if consumed else BASE_EVERY_MAX
 
@@ -214,8 +216,8 @@ def _is_in_home(entry: Entry, whole: Collection[str]) -> bool:
 
 
 def _gradient_entry(param: Entry) -> Entry:
-    """Return the entry of a dense gradient, whose elements are stored in row-major order. (That of a part of a
-    parameter is a whole tensor: only the same rank makes updates with it.)"""
+    """Return the entry of a dense gradient, whose elements are stored in row-major order. (The gradient of a part of a
+    parameter is stored as a whole tensor, because only the same rank makes updates with it.)"""
     (name,) = gradient_names(unit_of(param), is_sparse=False)
     stride = contiguous_stride(param.shape)
     return param._replace(
@@ -224,7 +226,8 @@ def _gradient_entry(param: Entry) -> Entry:
 
 
 class SentinelPages:
-    """The memory of the tensors in homes, of which each checkpoint records the checksum of one page."""
+    """The memory of the tensors in homes. Each checkpoint records the checksum of one page of each tensor; the pages
+    take turns."""
 
     def __init__(self, writer: GradientWriter, token: object, lives: Sequence[Live]) -> None:
         """``token``: ``TensorList.token`` of these tensors."""

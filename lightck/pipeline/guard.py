@@ -32,7 +32,7 @@ from lightck.pipeline.write_table import TensorRecord
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
-from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, RoundRobin
+from lightck.state.blocks import BUDGET_NBYTES, FULLY_COMPARED_FIRST, RoundRobin
 from lightck.state.inventory import Live
 
 log = logging.getLogger("lightck")
@@ -102,9 +102,9 @@ class WriteGuard:
         """Generation of the newest verified checkpoint: one for which all bytes of the sources in host memory were read
         at the boundary, and whose copies held the same bytes."""
         self.stale_after: int | None = None
-        """The checkpoints of the generations after ``stale_after``, up to and including ``_found_at``, are stale. None:
-        no checkpoint is stale."""
-        self._found_at = 0
+        """The checkpoints of the generations after ``stale_after``, up to and including ``_found_generation``, are
+        stale. None: no checkpoint is stale."""
+        self._found_generation = 0
         """The newest generation at the moment when an unannounced write was found last."""
 
     @property
@@ -140,7 +140,7 @@ class WriteGuard:
         """Return how many bytes to read for the next checkpoint (None: all). ``n_before``: number of earlier
         checkpoints for which bytes were read. ``spent``: bytes that were read for the next checkpoint already. (Even if
         the result is 0, one block is read.)"""
-        if self.reads_all or n_before < WHOLE_CHECKPOINTS:
+        if self.reads_all or n_before < FULLY_COMPARED_FIRST:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
@@ -224,36 +224,36 @@ class WriteGuard:
         self.copied_at_boundary.update(names)
         self._unchanged.reset()
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)
-        self._found_at = writer.generation
+        self._found_generation = writer.generation
         log.info(
             "lightck: the checkpoints of generations %d to %d (as lightck inspect numbers them) may hold old bytes of "
             "%s. They are struck (made unreadable) as soon as a newer checkpoint is committed",
             self.stale_after + 1,
-            self._found_at,
+            self._found_generation,
             ", ".join(sorted(names)),
         )
 
     def distrust(self, after: int, writer: PoolWriter) -> bool:
-        """Handle that updates do not lead to the state of the training: the checkpoints of the generations after
+        """Handle updates that do not lead to the state of the training: the checkpoints of the generations after
         ``after`` are stale, and the next checkpoint is full. Returns whether there are any."""
         if all((slot.generation or 0) <= after for slot in writer.slots.slots):
             return False
         self.stale_after = after if self.stale_after is None else min(self.stale_after, after)
-        self._found_at = writer.generation
+        self._found_generation = writer.generation
         log.info(
             "lightck: the checkpoints of generations %d to %d (as lightck inspect numbers them) may be recovered with "
             "wrong bytes. They are struck (made unreadable) as soon as a newer checkpoint is committed",
             self.stale_after + 1,
-            self._found_at,
+            self._found_generation,
         )
         return True
 
     def committed(self, generation: int, writer: PoolWriter, events: CommitEvents) -> None:
         """Strike the stale checkpoints once a checkpoint that was begun after the discovery is durable."""
-        if self.stale_after is None or generation <= self._found_at:
+        if self.stale_after is None or generation <= self._found_generation:
             return
         after, self.stale_after = self.stale_after, None
-        strike(writer, events, after, self._found_at + 1)
+        strike(writer, events, after, self._found_generation + 1)
 
 
 Validator = Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]

@@ -52,7 +52,8 @@ class LateCopies:
 
     def __init__(self) -> None:
         self._lists: list[list[tuple[Live, TensorRecord]]] = []
-        """``WriteTable.late`` of the tables of the last checkpoint, for which the next two were computed."""
+        """``WriteTable.late`` of the tables of the last checkpoint, for which ``_parts`` and ``_numbers`` were
+        computed."""
         self._parts: list[_Part] = []
         self._numbers = NO_RECORDS
 
@@ -100,7 +101,7 @@ class LateCopies:
             return
         groups: dict[int, list[tuple[Live, TensorRecord]]] = {}
         for live, record in submission.plan.late:
-            assert live.stand_in is not None, "WriteTable.late"
+            assert live.stand_in is not None, "tensors in ``WriteTable.late`` have stand-ins"
             groups.setdefault(id(live.stand_in.group), []).append((live, record))
         self._lists, self._parts = lists, [_part(tensors) for tensors in groups.values()]
         self._numbers = np.concatenate([NO_RECORDS, *(part.numbers for part in self._parts)])

@@ -51,11 +51,11 @@ class NonfiniteCheck(CommitDecision):
         self._next_block: tuple[int, int] = (0, 0)
         """Where the next block begins: the number of a tensor (modulo the number of checked tensors), and the number of
         a value in it."""
-        self._refused: int | None = None
+        self._refused_step: int | None = None
         """The step that was refused last; None if no step was refused."""
         self.reason: str | None = None
         """Why the last closed step was refused, as a clause; None if it was not refused."""
-        self.refused: Callable[[str], object] = lambda reason: None
+        self.on_refused: Callable[[str], object] = lambda reason: None
         """Called with the reason of each refusal."""
         self.reason_of_others: Callable[[], str | None] = lambda: None
         """Returns why this rank has given up its last checkpoint, because another rank pauses; None if it has not."""
@@ -85,10 +85,10 @@ class NonfiniteCheck(CommitDecision):
                 self.reason,
                 _LAST_GOOD if closed_step.step else _NOTHING_GOOD,
             )
-        self.refused(self.reason)
-        if closed_step.step != self._refused:  # this method may be called more than once for a step
+        self.on_refused(self.reason)
+        if closed_step.step != self._refused_step:  # this method may be called more than once for a step
             self._meter.skipped += 1
-        self._refused = closed_step.step
+        self._refused_step = closed_step.step
         return False
 
     def _find(self, lives: list[Live]) -> str | None:

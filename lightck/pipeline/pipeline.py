@@ -31,7 +31,7 @@ from lightck.pipeline.in_flight import SHARE_LEFT_MAX, InFlightCheckpoint, job_b
 from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
 from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
-from lightck.pipeline.staging.kinds import Kind
+from lightck.pipeline.staging.kinds import StagingOption
 from lightck.pipeline.staging.sending import Staging
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.wait_policy import WaitPolicy
@@ -73,7 +73,7 @@ class Pipeline:
         slots: int,
         meter: Meter,
         strategy: Strategy,
-        staging: Kind | None = None,
+        staging: StagingOption | None = None,
         *,
         uncommitted_max: int | None = None,
         check: bool = False,
@@ -192,7 +192,7 @@ class Pipeline:
             self.finish()
 
     def begin_record(self, closed_step: ClosedStep) -> None:
-        """Begin to store what the update of a step consumed that is no checkpoint. Nothing is stored if no checkpoint
+        """For a step that is no checkpoint, begin to store what its update consumed. Nothing is stored if no checkpoint
         could use it, or if the pool must be replaced first: then the next checkpoint is full, and replaces it."""
         self._collect_ended()
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
@@ -206,7 +206,7 @@ class Pipeline:
             self._in_flight.append(self._begin(writer, closed_step))
         except RelayoutNeededError as why:
             log.info("lightck: step %d leaves no gradient record: %s", closed_step.step, why)
-            assert closed_step.update is not None, "takes_record"
+            assert closed_step.update is not None, "``takes_record`` has checked this"
             nbytes = sum(live.tensor.nbytes for live in closed_step.update.gradients)
             self.pool.spare_nbytes_min = max(self.pool.spare_nbytes_min, nbytes)
             self.pool.requested_slots = self.pool.n_slots
@@ -278,11 +278,11 @@ class Pipeline:
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
 
-        def free_slot(read: frozenset[int] = frozenset()) -> Slot | None:
-            return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer) | read)
+        def free_slot(being_read: frozenset[int] = frozenset()) -> Slot | None:
+            return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer) | being_read)
 
         while True:
-            slot = self._without_reader(writer, free_slot)
+            slot = self._choose_unread(writer, free_slot)
             if slot is not None:
                 return slot
             if not self._in_flight:
@@ -296,7 +296,7 @@ class Pipeline:
                 )
             self._finish(self._in_flight[0])
 
-    def _without_reader(self, writer: PoolWriter, choose: Callable[[frozenset[int]], Slot | None]) -> Slot | None:
+    def _choose_unread(self, writer: PoolWriter, choose: Callable[[frozenset[int]], Slot | None]) -> Slot | None:
         """Return a slot as ``PoolWriter.choose_slot`` does, and count the holds of other processes."""
         choice = writer.choose_slot(choose)
         self._meter.holds_honored += choice.n_passed_over
@@ -314,7 +314,7 @@ class Pipeline:
             return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):
-            slot = self._without_reader(writer, lambda read: writer.slots.choose(self.decisions.held(writer) | read))
+            slot = self._choose_unread(writer, lambda read: writer.slots.choose(self.decisions.held(writer) | read))
             if slot is not None:
                 self.eager.begin(tables, slot)
         self.eager.copy(tensors, jobs_max)

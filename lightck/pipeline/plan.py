@@ -36,8 +36,8 @@ class TargetSlot(Protocol):
 
     @property
     def n_in_homes(self) -> int:
-        """How many records lie in homes: those with the smallest numbers. A step that is no checkpoint stores nothing
-        else but gradients. 0, unless the pool has gradient records."""
+        """How many records lie in homes: those with the smallest numbers. A step that is no checkpoint stores only
+        these records and gradients. 0, unless the pool has gradient records."""
         ...
 
     def generation_of(self, record: TensorRecord) -> int | None:

@@ -42,7 +42,8 @@ class PoolKind(Protocol):
         ...
 
     def whole_max(self, n_slots: int) -> int:
-        """Return how many whole checkpoints, without gradient records, a pool with so many slots has room for."""
+        """Return how many whole checkpoints (those that need no gradient record) a pool with so many slots has room
+        for."""
         ...
 
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:

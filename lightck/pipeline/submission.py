@@ -56,7 +56,7 @@ class Submission:
     def copy_stand_ins_at_boundary(self, tensors: Sequence[tuple[Live, TensorRecord]]) -> None:
         """Add tensors whose stand-ins are complete, and are copied at the boundary."""
         for live, record in tensors:
-            assert live.stand_in is not None, "WriteTable.late"
+            assert live.stand_in is not None, "tensors in ``WriteTable.late`` have stand-ins"
             self._numbers.append(record.number)
             self._sources.append(live.stand_in.tensor.data_ptr())
             self._keep_alive.append(storage_of(live.stand_in.tensor))

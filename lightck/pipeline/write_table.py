@@ -33,9 +33,9 @@ AT_BOUNDARY_NBYTES_MAX = 4096
 """The largest size of a tensor that is always copied at the boundary, because to start a background copy would take
 longer."""
 WHOLE_NBYTES_MAX = 0 if os.environ.get("LIGHTCK_TEST_BACKGROUND") == "1" else 512 * 1024
-"""If all tensors together have at most ``WHOLE_NBYTES_MAX`` bytes, all are copied at the boundary. A background copy
-would take longer, because the tensors must then be watched, and their memory moves to the processor of a copy thread
-and back."""
+"""If the tensors of one table in plain host memory, without frozen ones, have at most ``WHOLE_NBYTES_MAX`` bytes
+together, all of these are copied at the boundary. A background copy would take longer, because the tensors must then be
+watched, and their memory moves to the processor of a copy thread and back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,19 @@ do not reach. The loop of each rank asks at the same points whether to stop (``S
 
     request     a rank was asked to stop. It writes that into the store
     freeze      each rank learns it, passes no further point, and writes how many it has passed
-    verdict     the largest of these numbers: where the rank that is ahead has been let through, all go
+    verdict     the largest of these numbers: every rank continues up to this point
     end         each rank passes points up to the verdict; the next answer is "yes" on all ranks
 
 *Data flow.* A helper thread of each rank looks into the key-value store of the process group, over a connection of its
-own. The training thread never uses the store: it calls ``passes``.
+own. The training thread never uses the store: it calls ``pass_point``.
 
 *Invariant.* All ranks get "yes" at the same point. A rank passes nothing between its freeze and the verdict, so the
 verdict is at least what each rank has passed; and a rank that has passed less goes on until it is there, so no rank is
 left alone in a step that another one has begun.
 
 *Failure cases.* A rank is killed or stands still before it has frozen: there is no verdict, and the callers of
-``passes`` stop waiting by themselves (``missing`` says for whom). The store fails: the helper tries again each second.
-The ranks are restarted: keys of the earlier attempt have another nonce.
+``pass_point`` stop waiting by themselves (``missing`` says for whom). The store fails: the helper tries again each
+second. The ranks are restarted: keys of the earlier attempt have another nonce.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ import msgpack
 from lightck.ranks.meet import Store
 
 log = logging.getLogger("lightck")
-_POLL_SECONDS, _WAITING_SECONDS, _RETRY_SECONDS = 0.25, 0.01, 1.0
-"""How often a rank looks for a request, and for the numbers of the others; how soon it tries a store again that fails.
-In a group of more than ``_RANKS`` ranks the first two are longer in proportion."""
+_POLL_SECONDS = 0.25
+"""Seconds between two looks for a request of another rank."""
+_WAITING_SECONDS = 0.01
+"""Seconds between two looks for the numbers of the others, once there is a request."""
+_RETRY_SECONDS = 1.0
+"""Seconds until a call of the store that failed is tried again."""
 _RANKS = 64
+"""In a group of more ranks than this ``_POLL_SECONDS`` and ``_WAITING_SECONDS`` are longer in proportion."""
 _JOIN_SECONDS = 1.0
 
 
@@ -61,36 +65,36 @@ class EndAgreement:
         self._lock = threading.Lock()
         self._n_passed = 0
         self._is_frozen = False
-        self._last: int | None = None
+        self._verdict: int | None = None
         """The verdict: how many points all ranks pass."""
         self._missing: list[int] = []
         self._signal: int | None = None
-        self._is_own = self._is_written = False
+        self._is_own_request = self._is_count_written = False
         self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """The number of a signal, or None at the end. (``put`` may be called in a signal's handler.)"""
         self._thread = threading.Thread(target=self._run, name="lightck-end", daemon=True)
         self._thread.start()
 
-    def request(self, number: int) -> None:
-        """Ask all ranks to stop, because this one got a signal. May be called in a signal's handler."""
-        self._news.put(number)
+    def request(self, signum: int) -> None:
+        """Ask all ranks to stop, because this one got the signal ``signum``. May be called in a signal's handler."""
+        self._news.put(signum)
 
-    def passes(self) -> bool | None:
-        """Whether the loop passes this point; None if that is not decided yet, and the caller asks again. Called on the
-        training thread."""
+    def pass_point(self) -> bool | None:
+        """Let the loop pass this point, count it, and return True; return False if the loop must end here. None if that
+        is not decided yet, and the caller asks again. Called on the training thread."""
         with self._lock:
-            if self._is_frozen and self._last is None:
+            if self._is_frozen and self._verdict is None:
                 return None
-            if self._last is not None and self._n_passed >= self._last:
+            if self._verdict is not None and self._n_passed >= self._verdict:
                 return False
             self._n_passed += 1
             return True
 
     def postpone(self) -> None:
-        """The loop cannot end at this point, on no rank: let it pass this one too. ``passes`` has returned False."""
+        """Let the loop pass this point too, because it can end here on no rank. ``pass_point`` has returned False."""
         with self._lock:
-            assert self._last is not None, "it was decided"
-            self._n_passed, self._last = self._n_passed + 1, self._last + 1
+            assert self._verdict is not None, "it was decided"
+            self._n_passed, self._verdict = self._n_passed + 1, self._verdict + 1
 
     @property
     def missing(self) -> list[int]:
@@ -107,19 +111,21 @@ class EndAgreement:
 
     def _run(self) -> None:
         pause = _POLL_SECONDS * self._factor
-        while self._last is None:
+        while self._verdict is None:
             try:
-                number = self._news.get(timeout=pause)
+                signum = self._news.get(timeout=pause)
             except queue.Empty:
                 pass
             else:
-                if number is None:
+                if signum is None:
                     return
-                self._signal, self._is_own = (number, True) if self._signal is None else (self._signal, self._is_own)
+                self._signal, self._is_own_request = (
+                    (signum, True) if self._signal is None else (self._signal, self._is_own_request)
+                )
             try:
                 self._advance()
                 pause = (_POLL_SECONDS if self._signal is None else _WAITING_SECONDS) * self._factor
-            except Exception as err:  # of the store
+            except Exception as err:  # any error of the store
                 log.debug("lightck: the store of the process group cannot be used (%s: %s)", type(err).__name__, err)
                 pause = _RETRY_SECONDS
 
@@ -129,17 +135,17 @@ class EndAgreement:
                 return
             self._signal = int(msgpack.unpackb(self._store.multi_get([self._request_key])[0]))
             self._requested(self._signal)
-        if self._is_own:
+        if self._is_own_request:
             self._store.set(self._request_key, msgpack.packb(self._signal))
-            self._is_own = False
+            self._is_own_request = False
         with self._lock:
             self._is_frozen, n_passed = True, self._n_passed
-        if not self._is_written:
+        if not self._is_count_written:
             self._store.set(self._passed_keys[self._rank], msgpack.packb(n_passed))
-            self._is_written = True
+            self._is_count_written = True
         if not self._store.check(self._passed_keys):
             self._missing = [rank for rank, key in enumerate(self._passed_keys) if not self._store.check([key])]
         else:
-            last = max(int(msgpack.unpackb(one)) for one in self._store.multi_get(self._passed_keys))
+            verdict = max(int(msgpack.unpackb(one)) for one in self._store.multi_get(self._passed_keys))
             with self._lock:
-                self._last = last
+                self._verdict = verdict

@@ -11,7 +11,7 @@ training thread asks ``is_due`` for each step.
 
 *Invariant.* All ranks decide the same about each step. A rank decides by the newest pattern that begins at the step or
 before it. It refuses a pattern that begins at a step about which it has decided. And it does not decide about a step
-at or behind the beginning of a pattern whose verdict it does not know: it waits. The wait needs the helper threads of
+at or after the beginning of a pattern whose verdict it does not know: it waits. The wait needs the helper threads of
 the other ranks only, and no training thread, so it ends while all ranks live.
 ``tests/ranks/test_agreed_interval.py`` runs this through every interleaving of small groups.
 
@@ -28,15 +28,17 @@ from lightck.ranks.agreed_step import ACCEPTED, PASSED, Proposal
 
 
 class Pattern(NamedTuple):
-    """Which steps are saved, from step ``first`` on, which is saved itself."""
+    """Which steps are saved, from step ``first`` on. Step ``first`` is saved."""
 
     first: int
     interval: int
     """Updates from one saved step to the next."""
     skip: int = 0
-    """With an interval of 1: after so many saved steps one is left out, to be compared with them; 0: none is. With a
-    larger interval: 1 if every second checkpoint comes one step later, so that checkpoints do not always meet what the
-    loop does at each n-th step."""
+    """A number with an interval of 1, and a flag with a larger one.
+
+    - Interval 1: after so many saved steps one is left out, to be compared with them; 0: none is left out.
+    - A larger interval: 1 if every second checkpoint comes one step later, so that checkpoints do not always meet what
+      the loop does at each n-th step; else 0."""
 
     def is_due(self, step: int) -> bool:
         """Whether a step from ``first`` on is saved."""
@@ -47,8 +49,8 @@ class Pattern(NamedTuple):
             return offset % self.interval == 0
         return offset % (2 * self.interval + 1) in (0, self.interval)
 
-    def reaches_back(self) -> int:
-        """Return a number of steps among which there is a saved one."""
+    def max_gap(self) -> int:
+        """Return a number: any run of so many steps from ``first`` on contains a saved one."""
         return self.interval + 1
 
 
@@ -84,16 +86,16 @@ class Schedule:
     # -- the training thread
 
     def is_due(self, step: int, saved_step: int) -> bool | None:
-        """Whether a step is saved, or one behind ``saved_step`` that was skipped; None: it is not known yet, and
-        the caller asks again. ``saved_step``: the step that was saved last."""
+        """Whether a step is saved, or a skipped step after ``saved_step`` was to be saved; None: it is not known yet,
+        and the caller asks again. ``saved_step``: the step that was saved last."""
         with self._lock:
             if self._pending is not None and step >= self._pending.first:
                 return None
             self._decided = max(self._decided, step)
-            behind = step - max(pattern.reaches_back() for pattern in self._patterns)
-            while len(self._patterns) > 1 and self._patterns[1].first <= behind:
+            before_window = step - max(pattern.max_gap() for pattern in self._patterns)
+            while len(self._patterns) > 1 and self._patterns[1].first <= before_window:
                 del self._patterns[0]
-            return any(self._saves(one) for one in range(max(saved_step, behind) + 1, step + 1))
+            return any(self._saves(one) for one in range(max(saved_step, before_window) + 1, step + 1))
 
     def _saves(self, step: int) -> bool:
         pattern = self._pattern_at(step)

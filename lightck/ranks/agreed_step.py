@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import msgpack
 
 from lightck.ranks.meet import Store
-from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
+from lightck.ranks.store_thread import SLEEP_SECONDS_MAX, StoreThread
 
 _POLL_SECONDS = 0.1
 """How often a rank looks for a proposal. In a group of more than ``_RANKS`` ranks the time is longer in proportion."""
@@ -40,7 +40,7 @@ class Proposal(NamedTuple):
 
     step: int
     items: Sequence[int]
-    """What is to be done at this step; numbers whose meaning the caller knows."""
+    """What is to be done at this step, as numbers whose meaning the caller knows."""
 
 
 ACCEPTED, NOT_READY, PASSED = 0, 1, 2
@@ -75,7 +75,7 @@ class StepAgreement(StoreThread):
         self._answer_keys = [key("step-answer", one) for one in range(world_size)]
         self._to_propose: Proposal | None = None
         self._number = 0
-        """Of the last proposal that this rank has answered."""
+        """Number of the last proposal that this rank has answered."""
         self._answered: Proposal | None = None
         """A proposal that this rank has answered, as long as its verdict is not known."""
         self._own_answer, self._is_answer_written = ACCEPTED, False
@@ -95,9 +95,9 @@ class StepAgreement(StoreThread):
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _longest_pause(self) -> float | None:
+    def _longest_sleep(self) -> float | None:
         if self._answered is not None:
-            return PAUSE_SECONDS_MAX
+            return SLEEP_SECONDS_MAX
         return self._poll_seconds if self._rank else None
 
     def _exchange(self) -> bool:

@@ -41,7 +41,7 @@ class Report:
     run_id: bytes = b""
     """Id of the training in the rank's pool (``GroupIdentity.run_id``); empty if the rank has no pool."""
     world_id: bytes = b""
-    """Id of the group in the rank's pool (``GroupIdentity.world_id``); empty if the rank has no pool."""
+    """Id of the world of the rank's pool (``GroupIdentity.world_id``); empty if the rank has no pool."""
     checkpoints: tuple[tuple[int, int], ...] = ()
     """(incarnation, step) of each usable checkpoint in the pool (``usable_by_id``)."""
     incarnation: int = 0
@@ -154,7 +154,7 @@ def decide(
             "overwrite=True) on all ranks discards all pools and starts afresh."
         )
     if common is None and unrestorable:
-        reasons = "; ".join(f"step {name.step}: {why}" for name, why in unrestorable.items())
+        reasons = "; ".join(f"step {checkpoint_id.step}: {why}" for checkpoint_id, why in unrestorable.items())
         raise RankError(
             f"No checkpoint that all ranks have can be restored on all of them. {reasons}. Nothing was overwritten. "
             "Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools and starts "

@@ -18,29 +18,30 @@ from typing import NamedTuple
 
 from lightck.pool.format.structures import NUMBER_MAX
 
-SHARE = 0.02
-"""The share of the time that copies at full speed would take."""
+COPY_TIME_FRACTION = 0.02
+"""Copies at full speed would take at most this fraction of the training time."""
 _COMMITS_LEFT_OUT, _COMMITS = 3, 8
 """The time of a step is measured from the end of the third commit of this session on (the first steps are slow), over
 eight commits."""
 UNMEASURED_SECONDS_PER_BYTE = 2e-9
-"""Of a rank that has not measured the speed, because its copy had the first checkpoint already: 500 MB/s."""
+"""Assumed for a rank that has not measured the speed, because its copy had the first checkpoint already: 500 MB/s."""
 
 
 class CopyCadence:
     """Measures the time of a step, and chooses the number of steps between two copies."""
 
     def __init__(self, copy_seconds: float, nbytes: int, interval: int) -> None:
-        """``copy_seconds``: how long the copy of a checkpoint takes at full speed (``longest``). ``nbytes``: of a
-        checkpoint of this rank then. ``interval``: steps between two checkpoints."""
+        """``copy_seconds``: how long the copy of a checkpoint takes at full speed (``longest``). ``nbytes``: size
+        of a checkpoint of this rank then. ``interval``: steps between two checkpoints."""
         self._copy_seconds, self._nbytes, self._interval = copy_seconds, nbytes, interval
         self._n_commits = 0
         self._began = 0.0, 0
         """Time and step at which the measurement began."""
 
     def committed(self, step: int, nbytes: int) -> int | None:
-        """Return the chosen number; None while it cannot be chosen. Call at each commit. ``nbytes``: of a checkpoint of
-        this rank now. (Where its tensors have grown, those of the other ranks are taken to have grown as much.)"""
+        """Return the chosen number; None while it cannot be chosen. Call at each commit. ``nbytes``: size of a
+        checkpoint of this rank now. (Where its tensors have grown, those of the other ranks are taken to have grown as
+        much.)"""
         self._n_commits += 1
         now = time.monotonic()
         if self._n_commits == _COMMITS_LEFT_OUT:
@@ -48,7 +49,7 @@ class CopyCadence:
         if self._n_commits < _COMMITS_LEFT_OUT + _COMMITS or step <= self._began[1]:
             return None
         step_seconds = max((now - self._began[0]) / (step - self._began[1]), 1e-6)
-        return every_for(self._copy_seconds * nbytes / max(1, self._nbytes), step_seconds, self._interval)
+        return steps_between_copies(self._copy_seconds * nbytes / max(1, self._nbytes), step_seconds, self._interval)
 
 
 class FirstCopy(NamedTuple):
@@ -58,7 +59,7 @@ class FirstCopy(NamedTuple):
     nbytes_sent: int
     """0 if the copy had the checkpoint already."""
     nbytes: int
-    """Of a checkpoint with all tensors for which its pool has space, optimizer state included."""
+    """Size of a checkpoint with all tensors for which its pool has space, optimizer state included."""
 
     @property
     def seconds_of_all(self) -> float:
@@ -73,7 +74,7 @@ def longest(measured: Iterable[FirstCopy]) -> float:
     return max(one.seconds_of_all for one in measured)
 
 
-def every_for(copy_seconds: float, step_seconds: float, interval: int) -> int:
+def steps_between_copies(copy_seconds: float, step_seconds: float, interval: int) -> int:
     """Return the number of steps between two copies: at least twice the interval."""
-    steps = copy_seconds / (SHARE * step_seconds)
+    steps = copy_seconds / (COPY_TIME_FRACTION * step_seconds)
     return min(max(2, ceil(steps / interval)) * interval, NUMBER_MAX - 1)

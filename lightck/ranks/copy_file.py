@@ -73,13 +73,13 @@ def id_of(stored: StoredCheckpoint) -> CheckpointId:
     return CheckpointId(stored.header.incarnation, stored.header.step)
 
 
-def checkpoint_in(reader: PoolReader, name: CheckpointId) -> StoredCheckpoint | None:
+def checkpoint_in(reader: PoolReader, checkpoint_id: CheckpointId) -> StoredCheckpoint | None:
     """Return the newest checkpoint with this id in a pool; None if there is none. Its payload is not verified."""
     for record in candidates(reader.commit_log()):
-        if record.step == name.step:
+        if record.step == checkpoint_id.step:
             with suppress(DamagedError):
                 stored = reader.checkpoint(record)
-                if id_of(stored) == name:
+                if id_of(stored) == checkpoint_id:
                     return stored
     return None
 
@@ -139,7 +139,7 @@ class CopyFile:
 
     @property
     def uuid(self) -> bytes:
-        """Of the pool."""
+        """The uuid of the pool."""
         return self._reader.superblock.uuid
 
     def contents(self) -> frozenset[CheckpointId]:
@@ -150,9 +150,9 @@ class CopyFile:
                 found.add(id_of(self._reader.checkpoint(record)))
         return frozenset(found)
 
-    def has(self, name: CheckpointId, record: CommitRecord) -> bool:
+    def has(self, checkpoint_id: CheckpointId, record: CommitRecord) -> bool:
         """Whether the file has this checkpoint, with the bytes that ``record`` of the pool names, and they verify."""
-        stored = checkpoint_in(self._reader, name)
+        stored = checkpoint_in(self._reader, checkpoint_id)
         if stored is None or stored.record.manifest_hash != record.manifest_hash:
             return False
         if stored.record.payload_generation != record.payload_generation:
@@ -180,12 +180,12 @@ class CopyFile:
         """Write bytes of the checkpoint. Raises ``OSError``."""
         _write(self._fd, data, at)
 
-    def commit(self, name: CheckpointId, record: CommitRecord) -> None:
+    def commit(self, checkpoint_id: CheckpointId, record: CommitRecord) -> None:
         """Make the bytes durable, verify them, and write the commit record. Raises ``DamagedError`` if they do not
         verify, ``PoolError`` and ``OSError``."""
         os.fdatasync(self._fd)
         stored = self._reader.checkpoint(record)
-        if id_of(stored) != name:
+        if id_of(stored) != checkpoint_id:
             raise DamagedError("its manifest belongs to another checkpoint")
         stored.verify()
         taken = self._records()
@@ -194,12 +194,12 @@ class CopyFile:
         _write(self._fd, record.pack(self.uuid), sb.commit_record_offset(position))
         os.fdatasync(self._fd)
 
-    def drop(self, names: Collection[CheckpointId]) -> None:
+    def drop(self, ids: Collection[CheckpointId]) -> None:
         """Erase these checkpoints, and give their space back. Raises ``OSError``."""
         slots = {}
         for at, record in self._records().items():
             with suppress(DamagedError):
-                if id_of(self._reader.checkpoint(record)) in names:
+                if id_of(self._reader.checkpoint(record)) in ids:
                     slots[at] = record.slot
         self._erase(list(slots))
         kept = {record.slot for record in self._records().values()}

@@ -70,7 +70,7 @@ class CopyReceiver:
             return actions[message["do"]](message)
         except (OSError, PoolError, DamagedError) as err:
             return {"error": _reason(err)}
-        except (KeyError, TypeError, ValueError, IndexError) as err:  # of a message that no sender makes
+        except (KeyError, TypeError, ValueError, IndexError) as err:  # a malformed message
             raise LinkError(f"a message cannot be used: {err!r}") from err
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,17 +93,17 @@ class CopyReceiver:
         return {"contents": [list(one) for file in self._files for one in file.contents()]}
 
     def _begin(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        name, record = CheckpointId(*message["id"]), CommitRecord(*message["record"])
+        checkpoint_id, record = CheckpointId(*message["id"]), CommitRecord(*message["record"])
         runs: list[Run] = [(int(low), int(high)) for low, high in message["runs"]]
         file = self._files[-1]
-        if file.has(name, record):
+        if file.has(checkpoint_id, record):
             return {"has": True}
         file.begin(record.slot, runs)
         self._link.send_message({"has": False})
         failure = self._receive(file, runs)
         if failure is not None:
             raise failure
-        file.commit(name, record)
+        file.commit(checkpoint_id, record)
         return {}
 
     def _receive(self, file: CopyFile, runs: list[Run]) -> OSError | None:
@@ -121,9 +121,9 @@ class CopyReceiver:
         return failure
 
     def _drop(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        names = {CheckpointId(*one) for one in message["ids"]}
+        ids = {CheckpointId(*one) for one in message["ids"]}
         for file in self._files:
-            file.drop(names)
+            file.drop(ids)
         for file in self._files[:-1]:
             if not file.contents():
                 file.remove()

@@ -30,7 +30,7 @@ from lightck.ranks.rule import CheckpointId, Knowledge
 
 log = logging.getLogger("lightck")
 _PAUSE = 4.0
-"""The thread pauses so many times as long as it worked. So a copy takes five times as long as it could."""
+"""The thread sleeps four times as long as it worked. So a copy takes five times as long as it could."""
 _JOIN_SECONDS = 5.0
 _STRUCK_PAUSE = 0.001
 _COMMITS_BEFORE_WARNING = 3
@@ -47,7 +47,7 @@ class CopySender:
         self._link, self._path, self._receiver = link, pool_path, receiver
         link.wait_at_most(timeout)
         self.uuid = b""
-        """Of the pool that the receiver has open."""
+        """The uuid of the pool that the receiver has open."""
         self.in_copy: frozenset[CheckpointId] = frozenset()
         """The checkpoints that lie in the copy. Before the first ``copy``: unknown."""
         self.copying: CheckpointId | None = None
@@ -55,11 +55,12 @@ class CopySender:
         self.failure: RankError | None = None
         """Why there are no more copies."""
         self.is_refused = False
-        """Whether the receiver has answered with an error, rather than ended the connection."""
+        """Whether the copies ended because the receiver answered with an error, or because this rank could not read its
+        own pool; False if the connection ended."""
         self.n_bytes_sent = 0
         """The bytes of all checkpoints that were sent."""
         self.nbytes_of_all = 0
-        """Of all tensors for which this rank's pool has space, when ``copy`` was called last."""
+        """Bytes of all tensors in the layout table of this rank's pool, at the last call of ``copy``."""
         self._own: frozenset[CheckpointId] = frozenset()
         self._known: Callable[[], Knowledge] = Knowledge
         self._publish: Callable[[frozenset[CheckpointId]], object] = bool
@@ -74,29 +75,29 @@ class CopySender:
 
     # -- attach ------------------------------------------------------------------------------------------
 
-    def copy(self, name: CheckpointId, *, is_paced: bool = False) -> bool:
+    def copy(self, checkpoint_id: CheckpointId, *, is_paced: bool = False) -> bool:
         """Copy a checkpoint, and return when it is durable in the copy. Returns False if the pool no longer has it.
         Raises ``RankError`` and ``PoolError``."""
         try:
             with closing(open_pool(self._path)) as reader:
                 self._open(reader)
                 self.nbytes_of_all = sum(entry.nbytes for entry in reader.entries)
-                stored = checkpoint_in(reader, name)
+                stored = checkpoint_in(reader, checkpoint_id)
                 if stored is None:
                     return False
-                self._send(stored, name, is_paced=is_paced)
+                self._send(stored, checkpoint_id, is_paced=is_paced)
         except LinkError as err:
             raise RankError(
                 f"The connection to {self._receiver}, which keeps a copy of this rank's pool, ended: {err}. Look for "
                 "an error of that rank, and start all ranks again."
             ) from err
-        self.in_copy |= {name}
+        self.in_copy |= {checkpoint_id}
         return True
 
-    def drop(self, names: Collection[CheckpointId]) -> None:
+    def drop(self, ids: Collection[CheckpointId]) -> None:
         """Drop checkpoints from the copy. Raises ``LinkError`` and ``RankError``."""
-        self._ask({"do": "drop", "ids": [list(one) for one in names]})
-        self.in_copy -= frozenset(names)
+        self._ask({"do": "drop", "ids": [list(one) for one in ids]})
+        self.in_copy -= frozenset(ids)
 
     def _open(self, reader: PoolReader) -> None:
         """Tell the receiver from which pool the next checkpoints come, if it has another one open."""
@@ -108,9 +109,9 @@ class CopySender:
         self.in_copy |= {CheckpointId(*one) for one in answer["contents"]}
         self.uuid = sb.uuid
 
-    def _send(self, stored: StoredCheckpoint, name: CheckpointId, *, is_paced: bool) -> None:
+    def _send(self, stored: StoredCheckpoint, checkpoint_id: CheckpointId, *, is_paced: bool) -> None:
         reader, runs = stored.reader, runs_of(stored)
-        answer = self._ask({"do": "begin", "id": list(name), "record": list(stored.record), "runs": runs})
+        answer = self._ask({"do": "begin", "id": list(checkpoint_id), "record": list(stored.record), "runs": runs})
         if answer["has"]:
             return
         self.n_bytes_sent += sum(high - low for low, high in runs)
@@ -222,17 +223,17 @@ class CopySender:
             self._publish(self.in_copy)
         with self._lock:
             self._struck -= struck
-        name = known.next_to_copy(self._own, self.in_copy)
-        if name is None:
+        checkpoint_id = known.next_to_copy(self._own, self.in_copy)
+        if checkpoint_id is None:
             return False
-        self.copying = name
+        self.copying = checkpoint_id
         try:
             # Before ``copying`` was set, the training thread may have chosen this slot to overwrite. If so, what the
             # rank knows now allows that, and the checkpoint is not copied.
-            if not self._known().may_overwrite(name) and self.copy(name, is_paced=True):
+            if not self._known().may_overwrite(checkpoint_id) and self.copy(checkpoint_id, is_paced=True):
                 self._publish(self.in_copy - self._struck)
             else:
-                self._own -= {name}  # it was struck, or can never become common
+                self._own -= {checkpoint_id}  # it was struck, or can never become common
         finally:
             self.copying = None
         return True

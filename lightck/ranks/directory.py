@@ -73,8 +73,9 @@ def existing_pools(directory: str) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The pools of one world in a directory: those ranks that trained together, as long as neither their number nor
-    their parts of the tensors changed."""
+    """The pools of one world in a directory. A *world* is the ranks that train together, as long as neither their
+    number nor their parts of the tensors change; then a new world begins, with a new id. (Torch calls all processes of
+    a job a world.)"""
 
     run_id: bytes
     world_id: bytes
@@ -84,12 +85,12 @@ class World:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose pools are missing, and of which no peer copy was opened."""
+        """The ranks whose pools are missing, and for which no peer copy was opened."""
         return [rank for rank in range(self.world_size) if rank not in self.readers]
 
     @property
     def copies(self) -> list[int]:
-        """The ranks whose pools are missing, and of which a peer copy was opened."""
+        """The ranks whose pools are missing, and for which a peer copy was opened instead."""
         return [rank for rank, reader in self.readers.items() if is_peer_copy(reader.path)]
 
     @property

@@ -37,7 +37,8 @@ class LinkError(Exception):
 
 
 class Link:
-    """One connection. Every method but ``close`` raises ``LinkError`` if the connection ends."""
+    """One connection. If it ends, the methods that send or receive raise ``LinkError``; only ``send_file`` sends fewer
+    bytes instead."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -189,20 +190,20 @@ def own_addresses() -> list[str]:
     return list(dict.fromkeys([*found, socket.gethostname(), "127.0.0.1"]))
 
 
-def connected(addresses: list[str], port: int, key: bytes, timeout: float) -> Link:
+def connect(addresses: list[str], port: int, key: bytes, timeout: float) -> Link:
     """Connect to a listener, under the first of its addresses that leads to it. Tries all of them again and again until
     ``timeout`` seconds have passed (the listener may be busy with other connections); then raises ``LinkError``."""
     end = time.monotonic() + timeout
     while True:
         try:
-            return _connected_once(addresses, port, key)
+            return _connect_once(addresses, port, key)
         except LinkError:
             if time.monotonic() > end:
                 raise
         time.sleep(_RETRY_SECONDS)
 
 
-def _connected_once(addresses: list[str], port: int, key: bytes) -> Link:
+def _connect_once(addresses: list[str], port: int, key: bytes) -> Link:
     reasons = []
     for address in addresses:
         try:

@@ -1,4 +1,4 @@
-"""How the ranks of a group meet in attach, and exchange short messages there.
+"""How the ranks of a group meet in attach or recover, and exchange short messages there.
 
 The messages go through the key-value store of the process group. No tensor is sent, so this works with every backend.
 Each rank calls the same methods in the same order. Every wait is bounded, and an error of one rank is raised on all
@@ -31,6 +31,7 @@ from lightck.ranks.waiting import wait_until
 
 log = logging.getLogger("lightck")
 _PREFIX = "lightck"
+_ATTACH = "lightck.attach"
 _CHALLENGE_NBYTES = 16
 _LEAVE_SECONDS = 2.0
 """After an error rank 0 waits at most so long until the other ranks have read it."""
@@ -73,6 +74,8 @@ class Meeting:
     """Seconds after which a wait for another rank ends with an error."""
     hosts: list[str] = field(default_factory=list)
     """Name of each rank's host, for messages; empty until the ranks have met."""
+    call: str = _ATTACH
+    """The function of lightck in which the ranks meet, for messages."""
     _error_of_other: RankError | None = None
     """The error of another rank that was raised on this rank; None if there was none."""
     _nonce: str = ""
@@ -100,7 +103,7 @@ class Meeting:
             if message["what"] != what:
                 raise RankError(
                     f"{capitalized(self.name_of(rank))} and rank {self.rank} are at different points of "
-                    f"lightck.attach: the first sent its {message['what']}, the second its {what}. All ranks must run "
+                    f"{self.call}: the first sent its {message['what']}, the second its {what}. All ranks must run "
                     "the same release of lightck, and the same script."
                 )
         return [message["value"] for message in messages]
@@ -124,7 +127,7 @@ class Meeting:
         return [msgpack.unpackb(message) for message in self.store.multi_get(keys)]
 
     def raise_error_of_others(self) -> None:
-        """Raise ``RankError`` if another rank has failed. For a wait for something that is no exchange."""
+        """Raise ``RankError`` if another rank has failed. For waits for something other than ``exchange``."""
         with _store_errors():
             if self.store.check([self.key("failed")]):
                 self._raise_failure()
@@ -215,19 +218,21 @@ class Meeting:
 
         def report(seconds: float) -> None:
             log.warning(
-                "lightck: rank %d has waited %.0f seconds in attach for %s. Missing: %s",
+                "lightck: rank %d has waited %.0f seconds in %s for %s. Missing: %s",
                 self.rank,
                 seconds,
+                self.call,
                 what,
                 self._names(ranks),
             )
 
         def error() -> RankError:
+            cure = "Look for an error of these ranks"
+            if self.call == _ATTACH:
+                cure += "; or pass group=False, if this process is to be saved alone, or a larger timeout="
             return RankError(
-                f"{capitalized(self._names(ranks))} of {self.world_size} did not reach this point of lightck.attach "
-                f"within {self.timeout:g} seconds. In a process group every rank calls lightck.attach. Look for an "
-                "error of these ranks; or pass group=False, if this process is to be saved alone, or a larger "
-                "timeout=."
+                f"{capitalized(self._names(ranks))} of {self.world_size} did not reach this point of {self.call} "
+                f"within {self.timeout:g} seconds. In a process group every rank calls {self.call}. {cure}."
             )
 
         wait_until(is_over, timeout=self.timeout, pauses=_PAUSES, report=report, error=error)
@@ -246,7 +251,7 @@ class Meeting:
 
     def _raise_error_of(self, rank: int, message: dict[str, str]) -> None:
         self._error_of_other = RankError(
-            f"{capitalized(self.name_of(rank))} failed in lightck.attach, so no rank of the group goes on. Its error: "
+            f"{capitalized(self.name_of(rank))} failed in {self.call}, so no rank of the group goes on. Its error: "
             f"{message['error']}"
         )
         raise self._error_of_other

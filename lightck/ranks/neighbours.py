@@ -47,7 +47,7 @@ error."""
 
 
 class Neighbour:
-    """The pool of another rank, as this rank sees it."""
+    """The pool of another rank on this host, as this rank sees it."""
 
     def __init__(
         self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool, reads_checkpoints: bool = False
@@ -86,20 +86,20 @@ class Neighbour:
     def uuid(self) -> bytes:
         return self._reader.superblock.uuid
 
-    def stored(self, name: CheckpointId) -> StoredCheckpoint | None:
+    def stored(self, checkpoint_id: CheckpointId) -> StoredCheckpoint | None:
         """Return a checkpoint of this pool, committed or about to be; None if the pool does not hold it now."""
         for record in self._reader.commit_log().records.values():
-            if record.kind == KIND_CHECKPOINT and (record.incarnation, record.step) == tuple(name):
+            if record.kind == KIND_CHECKPOINT and (record.incarnation, record.step) == tuple(checkpoint_id):
                 with suppress(DamagedError):
                     return self._reader.checkpoint(record)
         return None
 
-    def may_still_have(self, name: CheckpointId) -> bool:
+    def may_still_have(self, checkpoint_id: CheckpointId) -> bool:
         """Whether the pool may yet get a checkpoint that it does not hold now: it may if all that it holds are older.
         If the pool has moved to a new file, that file is read from now on."""
         self.look_for_new_file()
         records = self._reader.commit_log().records.values()
-        return all(CheckpointId(one.incarnation, one.step) < name for one in records)
+        return all(CheckpointId(one.incarnation, one.step) < checkpoint_id for one in records)
 
     def look_for_new_file(self) -> None:
         """If the pool has moved to a new file since it was opened, read that file from now on."""
@@ -278,7 +278,7 @@ class GroupRule(CommitListener):
             nonlocal gives_way
             for neighbour in self.neighbours:
                 neighbour.look_for_new_file()
-            if has_room() or self._waits_in_vain(began):
+            if has_room() or self._raise_if_copies_ended(began):
                 return True
             gives_way = self.paused_ranks is not None and self.paused_ranks.any_paused()
             return gives_way
@@ -303,8 +303,8 @@ class GroupRule(CommitListener):
                 self.paused_ranks.wait_ended(gives_way=gives_way)
         return not gives_way
 
-    def _waits_in_vain(self, began: float) -> bool:
-        """Raise the error of the peer copies if this rank waits only because they have ended. Else return False."""
+    def _raise_if_copies_ended(self, began: float) -> bool:
+        """Raise the error that ended the peer copies, if this rank waits only because of that. Else return False."""
         failure = None if self.sender is None else self.sender.failure
         if (
             failure is not None

@@ -15,13 +15,13 @@ training thread never uses the store.
 
 *Invariant.* A rank withdraws its pause only after a commit, and a rank that gave a checkpoint up commits the next one
 within its boundary (``commits_within_boundary``). So when a rank that waits sees that nobody pauses, each rank that had
-paused has committed a checkpoint that is newer than what the waiting rank holds, and lacks some of that: the waiting
-rank finds a slot (``never_common``). ``tests/ranks/test_pausing.py`` runs this through every interleaving of small
-groups, with news that come late.
+paused has committed a checkpoint that is newer than what the waiting rank holds, and it lacks some checkpoint that the
+waiting rank holds. So the waiting rank finds a slot (``never_common``). ``tests/ranks/test_pausing.py`` runs this
+through every interleaving of small groups, with news that come late.
 
 *Failure cases.* A rank is closed after it gave its last checkpoint up: it pauses for ever, and none waits for it. The
-store fails: the helper tries again each second. A rank that waits until its timeout raises as if
-no rank paused. The ranks are restarted: keys of the earlier attempt have another nonce.
+store fails: the helper tries again each second. A rank that waits until its timeout raises as if no rank paused. The
+ranks are restarted: keys of the earlier attempt have another nonce.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import msgpack
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.meet import Store
-from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
+from lightck.ranks.store_thread import SLEEP_SECONDS_MAX, StoreThread
 
 log = logging.getLogger("lightck")
 _REASON_MAX = 300
@@ -47,7 +47,7 @@ class PausedRanks(StoreThread, CommitListener):
     def __init__(self, store: Store, key: Callable[[str, int], str], rank: int, world_size: int) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store."""
-        super().__init__(store, "lightck-paused", exchanges_last=True)
+        super().__init__(store, "lightck-paused", has_final_exchange=True)
         self._rank = rank
         self._keys = [key("paused", one) for one in range(world_size)]
         self._reason = self._written = ""
@@ -107,8 +107,8 @@ class PausedRanks(StoreThread, CommitListener):
             )
 
     def closed(self) -> None:
-        """End the helper. A rank whose last checkpoint was given up pauses for the others for ever when its session is
-        closed: none of them is to wait for it. Returns after a second even if the store does not answer."""
+        """End the helper. If the last checkpoint of this rank was given up, the store goes on to say that it pauses, so
+        that no other rank waits for it. Returns after a second even if the store does not answer."""
         self._is_asked = False
         if self._named and not self._reason:
             self._reason = "its session was closed while another rank paused"
@@ -116,8 +116,8 @@ class PausedRanks(StoreThread, CommitListener):
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _longest_pause(self) -> float | None:
-        return PAUSE_SECONDS_MAX if self._is_asked else None
+    def _longest_sleep(self) -> float | None:
+        return SLEEP_SECONDS_MAX if self._is_asked else None
 
     def _exchange(self) -> bool:
         reason = self._reason

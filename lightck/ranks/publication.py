@@ -27,12 +27,13 @@ import msgpack
 
 from lightck.ranks.meet import Store
 from lightck.ranks.rule import CheckpointId, PoolView
-from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
+from lightck.ranks.store_thread import SLEEP_SECONDS_MAX, StoreThread
 
 log = logging.getLogger("lightck")
 _UNCHANGED_SECONDS = 0.25
-"""After so many seconds without news from rank 0, a helper reads the views of all ranks itself, as often as that. In a
-group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them reads that many values."""
+"""After so many seconds without news from rank 0, a helper reads the views of all ranks itself, and again after each
+further such period. In a group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them
+reads that many values."""
 _RANKS = 64
 
 
@@ -56,9 +57,10 @@ class Publication(StoreThread):
     def __init__(self, store: Store, key: Callable[[str, int], str], rank: int, world_size: int, own: PoolView) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store. ``own``: what this rank's pool holds now."""
-        super().__init__(store, "lightck-ranks", exchanges_last=True)
+        super().__init__(store, "lightck-ranks", has_final_exchange=True)
         self.together = PoolView.of(())
-        """What all ranks, this one included, have together, as far as this rank has read."""
+        """One view of the pools of all ranks, this one included (``PoolView.together``), as far as this rank has
+        read."""
         self.views: Mapping[int, PoolView] = {}
         """Other rank -> its view, as far as this rank has read. Empty until this rank has read the views of all ranks
         itself."""
@@ -100,8 +102,8 @@ class Publication(StoreThread):
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _longest_pause(self) -> float | None:
-        return PAUSE_SECONDS_MAX if self._expects_news() else None
+    def _longest_sleep(self) -> float | None:
+        return SLEEP_SECONDS_MAX if self._expects_news() else None
 
     def _expects_news(self) -> bool:
         """Whether another rank lacks, as far as is known, what this one has committed last."""

@@ -1,8 +1,8 @@
 """A helper thread of a rank that uses the key-value store of the process group, so that the training thread never does.
 
-A subclass says in ``_exchange`` what is written and read, and in ``_longest_pause`` how often. The thread sleeps while
-there is nothing to do. While news are expected its pauses double, so news are found after at most twice the time that
-they took. The store fails: the thread tries again each second.
+A subclass says in ``_exchange`` what is written and read, and in ``_longest_sleep`` how often. The thread sleeps while
+there is nothing to do. While it waits for news its sleeps double, so the wait is at most about doubled. If the store
+fails, the thread tries again each second.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 from lightck.ranks.meet import Store
 
 log = logging.getLogger("lightck")
-PAUSE_SECONDS_MAX = 0.1
-"""The longest pause between two reads of the store while news are expected."""
-_PAUSE_SECONDS = 0.001
-"""The first pause."""
+SLEEP_SECONDS_MAX = 0.1
+"""The longest sleep between two reads of the store while news are expected, in seconds."""
+_SLEEP_SECONDS = 0.001
+"""The first sleep."""
 _RETRY_SECONDS = 1.0
 """Seconds between two attempts to use a store that fails."""
 _JOIN_SECONDS = 1.0
@@ -26,13 +26,13 @@ _JOIN_SECONDS = 1.0
 class StoreThread:
     """Base class of what exchanges news through the store."""
 
-    def __init__(self, store: Store, name: str, *, exchanges_last: bool = False) -> None:
+    def __init__(self, store: Store, name: str, *, has_final_exchange: bool = False) -> None:
         """``store``: over a connection that belongs to this object from now on. ``name``: of the thread.
-        ``exchanges_last``: whether ``_end`` lets it exchange once more."""
+        ``has_final_exchange``: whether ``_end`` lets it exchange once more."""
         self._store = store
         self.error: Exception | None = None
         """The error of the last attempt to use the store; None if that succeeded."""
-        self._is_ending, self._exchanges_last = False, exchanges_last
+        self._is_ending, self._has_final_exchange = False, has_final_exchange
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -53,30 +53,30 @@ class StoreThread:
         raises is caught."""
         raise NotImplementedError
 
-    def _longest_pause(self) -> float | None:
-        """Return the longest pause until the next exchange, in seconds; None: until ``_wake`` is set."""
+    def _longest_sleep(self) -> float | None:
+        """Return the longest sleep until the next exchange, in seconds; None: until ``_wake`` is set."""
         raise NotImplementedError
 
     def _run(self) -> None:
-        pause = _PAUSE_SECONDS / 2
-        while not self._is_ending or self._exchanges_last:
+        sleep = _SLEEP_SECONDS / 2
+        while not self._is_ending or self._has_final_exchange:
             is_last = self._is_ending
             try:
                 is_new = self._exchange()
                 self.error = None
-            except Exception as err:  # of the store
+            except Exception as err:  # any error of the store
                 self._failed(err)
                 is_new = False
             if is_last:
                 return
-            pause = _PAUSE_SECONDS if is_new else 2 * pause
-            longest = self._longest_pause()
+            sleep = _SLEEP_SECONDS if is_new else 2 * sleep
+            longest = self._longest_sleep()
             if self.error is not None:
-                pause = longest = _RETRY_SECONDS
-            if self._wake.wait(None if longest is None else min(pause, longest)):
+                sleep = longest = _RETRY_SECONDS
+            if self._wake.wait(None if longest is None else min(sleep, longest)):
                 self._wake.clear()
-                pause = _PAUSE_SECONDS
-            pause = min(pause, longest or pause)
+                sleep = _SLEEP_SECONDS
+            sleep = min(sleep, longest or sleep)
 
     def _failed(self, err: Exception) -> None:
         if self.error is None:

@@ -1,11 +1,11 @@
-"""Tensors of which each rank has values of its own, by the rule ``Average``: their mean, for another number of ranks.
+"""Average tensors that differ between ranks (rule ``Average``) when another number of ranks loads a checkpoint.
 
-A layout divides tensors among ranks, and each of these ranks has a *place* in it. Of a tensor with this rule, ranks at
-one place (data parallel ones) hold the same, and ranks at different places do not. The mean is taken over the places,
-and so is that of optimizer state with the parameter's shape. It is computed as DeepSpeed's ``ds_to_universal`` computes
-it (``params_to_average`` of Universal Checkpointing, 2024): the tensors are added in the order of the places, in
-float32 (float64 stays what it is), and the sum is divided by their number. What is equal at all places is taken as it
-is.
+A layout divides tensors among ranks, and each of these ranks has a *place* in it. Ranks at one place (data parallel
+ones) hold the same values of a tensor with this rule, and ranks at different places hold different ones. The mean is
+taken over the places, also for optimizer state with the parameter's shape. It is computed as DeepSpeed's
+``ds_to_universal`` computes it (``params_to_average`` of Universal Checkpointing, 2024): the tensors are added in the
+order of the places, in float32 (float64 stays what it is), and the sum is divided by their number. What is equal at all
+places is taken as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightck.state.inventory import param_of
 from lightck.state.storable import dtype_from_name
 
 
-def owner_of(name: str, role: str) -> str:
+def model_name_of(name: str, role: str) -> str:
     """Return the name, in the model, of the parameter or buffer to which a tensor of the pool belongs."""
     return param_of(name) if role == "optimizer" else name.removeprefix("model/")
 
@@ -31,21 +31,22 @@ def is_averaged(name: str, entries: Mapping[str, Entry], layout: SavedLayout | N
     """Whether, in this layout, each place has values of its own of the tensor, so that their mean is taken.
     ``entries``: of logical tensors."""
     entry = entries[name]
-    owner = owner_of(name, entry.role)
-    if layout is None or owner not in layout.averaged or not dtype_from_name(entry.dtype).is_floating_point:
+    model_name = model_name_of(name, entry.role)
+    if layout is None or model_name not in layout.averaged or not dtype_from_name(entry.dtype).is_floating_point:
         return False
-    param = entries.get(f"model/{owner}")
+    param = entries.get(f"model/{model_name}")
     return entry.role != "optimizer" or (param is not None and param.shape == entry.shape)
 
 
 def places_of(
-    name: str, entries: Mapping[str, Entry], layouts: Sequence[SavedLayout | None], holders: Iterable[int]
+    name: str, entries: Mapping[str, Entry], layouts: Sequence[SavedLayout | None], positions: Iterable[int]
 ) -> list[list[int]] | None:
-    """Return, for each place, which of ``holders`` are there; None if the tensor is not averaged.
+    """Return, for each place, which of ``positions`` are there; None if the tensor is not averaged.
 
-    ``name``, ``entries``: of the logical tensor. ``layouts``: of each rank. ``holders``: numbers of the ranks that hold
-    the tensor. Raises ``DamagedError`` if the ranks do not agree that it is averaged, or if a place is missing."""
-    held = list(holders)
+    ``name``, ``entries``: of the logical tensor. ``layouts``: of each rank whose checkpoint is there. ``positions``:
+    indexes in ``layouts`` of the ranks that hold the tensor. Raises ``DamagedError`` if the ranks do not agree that it
+    is averaged, or if a place is missing."""
+    held = list(positions)
     averaging = {
         at: layout for at in held if (layout := layouts[at]) is not None and is_averaged(name, entries, layout)
     }
@@ -61,8 +62,8 @@ def places_of(
     if len(found) < size:
         missing = next(place for place in range(size) if place not in found)
         raise DamagedError(
-            f"its tensor {name!r} is the mean of {size} tensors, and no pool holds the one of rank {missing} in "
-            "the layout"
+            f"its tensor {name!r} is the mean of {size} tensors, and no pool holds the values of place {missing} "
+            "in the layout (tensor parallel rank)"
         )
     return [found[place] for place in sorted(found)]
 

@@ -19,7 +19,7 @@ def merged_by_parameter(
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for contents, one in zip(saved, dicts, strict=True):
         if contents.wraps:
-            continue  # it has the parameters of the optimizer that it wraps, which follows
+            continue  # the wrapped optimizer comes next in the list, and has these parameters
         names = list(contents.all_names)
         for number, state in one["state"].items():
             if not isinstance(number, int) or not isinstance(state, dict):

@@ -19,7 +19,7 @@ from lightck.restore import restore as _restore
 from lightck.restore.by_parameter import merged_by_parameter
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.optimizer import joined, keys_by_param
-from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, refuse_unfit_out, takes_bytes
+from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, can_read_into, checked_box, refuse_unfit_out
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
@@ -36,9 +36,9 @@ class Checkpoint:
         step: number of updates that the training had made when the checkpoint was closed.
         iteration: number of iterations of the loop up to this checkpoint; an iteration whose update a GradScaler
             skipped counts too.
-        exact: whether the checkpoint is the whole state of its step. False if it holds older residuals of ``TopK``, or
-            if ``Replica`` saved a training on a device, or if updates were made again for it by another torch or
-            processor than in the training.
+        exact: whether the checkpoint has exactly the bits of the training at its step. False if it holds older
+            residuals of ``TopK``, or if ``Replica`` saved a training on a device, or if updates were replayed for it by
+            another torch or processor than in the training.
         reason: why ``exact`` is False; else empty.
         rejected: newer checkpoints that recovery rejected, each with its reason.
         drift: after a restore with ``strict=False``, the parts that did not fit.
@@ -72,8 +72,8 @@ class Checkpoint:
         self._path = path
         self._uuid = uuid
         self._pieces, self._ranges = pieces, ranges
-        self._read: dict[str, torch.Tensor] = {}
-        """The tensors that ``tensor`` has read by ranges."""
+        self._tensors_read: dict[str, torch.Tensor] = {}
+        """Name -> tensor that ``tensor`` has read so far with ``_ranges``."""
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, tensors={len(self.contents.entries)}, pool={self._path!r})"
@@ -102,7 +102,8 @@ class Checkpoint:
         return dicts[0] if dicts else None
 
     def meta(self, name: str) -> torch.Tensor:
-        """Return a tensor without data, on the device "meta", that has the shape and dtype of a tensor. Reads nothing.
+        """Return a tensor without data, on the device "meta", with the shape and dtype of the tensor ``name``. Reads
+        nothing.
 
         Raises ``NoTensorError`` as ``tensor`` does."""
         refuse_unknown(name, self.contents.entries)
@@ -195,10 +196,10 @@ class Checkpoint:
         refuse_unknown(name, self.contents.entries)
         if self._ranges is None or self._loaded_source is not None:
             return self.source.tensors[name]
-        if name not in self._read:
+        if name not in self._tensors_read:
             with ordinary_tensors():
-                self._read[name] = self._ranges.whole(name)
-        return self._read[name]
+                self._tensors_read[name] = self._ranges.whole(name)
+        return self._tensors_read[name]
 
     def pieces(self, name: str) -> tuple[StoredPiece, ...]:
         """Return which pools hold which parts of a tensor. A part that several pools hold is returned for each of them.
@@ -238,7 +239,7 @@ class Checkpoint:
         entry = self.contents.entries[name]
         box = checked_box(name, entry.shape, start, size)
         refuse_unfit_out(out, dtype_from_name(entry.dtype), box.size)
-        is_direct = out is not None and self._ranges is not None and takes_bytes(out)
+        is_direct = out is not None and self._ranges is not None and can_read_into(out)
         with ordinary_tensors():
             if self._ranges is not None:
                 part = self._ranges.box(name, box, out if is_direct else None)
@@ -268,26 +269,27 @@ class Checkpoint:
         self.close()
 
     @ordinary_tensors()
-    def _optimizer_dict(self, saved: OptimizerContents, tensor: Callable[[str], Any]) -> dict[str, Any]:
-        """``tensor``: returns what takes the place of a tensor in the pool; called once for each."""
-        numbers = {name: i for i, name in enumerate(saved.all_names)}
+    def _optimizer_dict(self, saved: OptimizerContents, tensor_for: Callable[[str], Any]) -> dict[str, Any]:
+        """Return the ``state_dict`` of one optimizer. ``tensor_for``: returns what is put in the place of a tensor in
+        the pool, by its name; called once for each."""
+        param_indexes = {name: i for i, name in enumerate(saved.all_names)}
         keys = keys_by_param(self.contents, saved)
         copies: dict[str, Any] = {}
 
         def copy_of(name: str) -> Any:
             if name not in copies:
-                copies[name] = tensor(name)
+                copies[name] = tensor_for(name)
             return copies[name]
 
-        non_tensors = unpack_dict(saved.values, tensor=copy_of)
+        non_tensors = unpack_dict(saved.packed_param_state, tensor=copy_of)
         state: dict[object, object] = {}
-        for name, number in numbers.items():
+        for name, index in param_indexes.items():
             found: dict[object, object] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
             if found or name in non_tensors:
-                state[number] = joined(found, non_tensors, name)
-        state |= unpack_dict(saved.rest, tensor=copy_of)
+                state[index] = joined(found, non_tensors, name)
+        state |= unpack_dict(saved.packed_other_state, tensor=copy_of)
         groups = [
-            {**deepcopy(options), "params": [numbers[n] for n in names]}
+            {**deepcopy(options), "params": [param_indexes[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)
         ]
         return {"state": state, "param_groups": groups}

@@ -1,13 +1,13 @@
 """Write one checkpoint of a pool into a new pool, in which each slot holds a whole checkpoint.
 
-The new pool holds that checkpoint alone. It is smaller than a pool with gradient records, whose updates are made again
-for this, and any strategy but ``Gradients`` goes on in it, with the same bits.
+The new pool holds that checkpoint alone. Gradient records are replayed, so the new pool is smaller than one that has
+them. Training can continue in it bit for bit with any strategy except ``Gradients``.
 
-    take       the newest checkpoint that verifies; its updates are made again
+    take       the newest checkpoint that verifies; its updates are replayed
     copy       its tensors, in batches, into a temporary file; the commit is durable. (If a training has the old pool
                open, and may overwrite the checkpoint, it is read into memory first)
     verify     each block of the copy against its checksum
-    publish    the file gets its name, in which nothing lies
+    publish    the file is renamed to its final path, at which nothing must lie
 
 Invariants: the old pool is only read; nothing that exists is replaced; a file under the new name is complete. A kill
 leaves at most a temporary file, which the next attempt removes.
@@ -34,13 +34,13 @@ from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.tensor_writes import ordinary_tensors
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Called with what is done and a number of bytes. The block gets a function to which these bytes are reported."""
+"""``progress(label, total_bytes)`` is a context manager. It yields a function; call it with numbers of bytes done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What was written. nbytes, old_nbytes: of the new and of the old pool. updates: how many were made again for the
-    oldest unit. rejected: newer checkpoints that were skipped."""
+    """What was written. nbytes, old_nbytes: sizes of the new and of the old pool. updates: how many updates were
+    replayed from the oldest base. rejected: newer checkpoints that were skipped."""
 
     step: int
     path: str

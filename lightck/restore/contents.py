@@ -29,8 +29,8 @@ from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
 
 NOT_EXACT_KEY = "not_exact"
-"""Key of the small state under which the reason lies why a checkpoint is not the exact state of its step. Absent if it
-is."""
+"""Key of the small state: why the checkpoint does not have exactly the bits of the training at its step. The key is
+absent if it does."""
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
-        """``read_into`` for several pairs (name, address)."""
+        """``read_into`` for several tensors. ``places``: (name, address in host memory) of each."""
         ...
 
 
@@ -69,12 +69,12 @@ class Saved(Source, Protocol):
 
     @property
     def path(self) -> str:
-        """Of the pool, or of the directory of the pools."""
+        """The path of the pool, or of the directory of the pools."""
         ...
 
     @property
     def uuid(self) -> bytes:
-        """Of the pool, or of the first of the pools."""
+        """The uuid of the pool, or of the first of the pools."""
         ...
 
     def owns_slot(self) -> bool:
@@ -102,14 +102,15 @@ class MemorySource:
 
 
 class RowsOfOther(NamedTuple):
-    """What a rank held of rows that another rank writes (``rows_of_others.py``)."""
+    """Checksums of rows that one rank holds and another rank writes, as the first rank held them
+    (``rows_of_others.py``)."""
 
     rank: int
     """The rank that writes them."""
     first: int
     """The number of the first block, in the order of blocks that ``rows_of_others.py`` defines."""
     checksums: bytes
-    """The unseeded checksum of each block, as 4 bytes in little-endian order."""
+    """The checksum of each block without the block's seed (``raw_checksums``), as 4 bytes in little-endian order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,9 @@ class OptimizerContents:
     """For each group, the names of its parameters."""
     groups: list[dict[str, object]]
     """For each group, its options."""
-    values: bytes
+    packed_param_state: bytes
     """Packed: parameter name -> the part of its optimizer state that is not stored as tensors of the pool."""
-    rest: bytes
+    packed_other_state: bytes
     """Packed: the state under keys of ``optimizer.state`` that are no parameters."""
     wraps: bool = False
     """Whether this optimizer wraps another one. If so, the state tensors that the pool holds for its parameters belong
@@ -170,8 +171,8 @@ class Contents:
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """The older checkpoints whose generation is larger than this number are stale: they hold old bytes of a tensor.
-    None if none is stale."""
+    """Checkpoints whose generation lies between this number and the generation of this checkpoint (both excluded) are
+    stale: they hold old bytes of a tensor. None if none is stale."""
     persistent_started: bool = False
     """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False
@@ -179,24 +180,26 @@ class Contents:
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Numbers that modules keep as plain attributes, and that the training had changed: name -> value."""
     copied_from: int | None = None
-    """If a rank whose pool was lost took this checkpoint from the pool of another rank: that other rank."""
+    """The rank from whose pool this checkpoint was taken, if the pool of its own rank was lost; else None."""
     rows_of_others: tuple[RowsOfOther, ...] = ()
-    """What the rank held of rows that other ranks write for it."""
+    """Checksums of the rows that this rank holds and other ranks write for it."""
     from_world: int | None = None
     """If this checkpoint was loaded from the pools of another world: how many ranks had saved it."""
     from_stages: bool = False
     """Whether pipeline stages have saved this checkpoint. A tensor that the whole model has under several names may
     then have only one of them."""
-    means: tuple[str, ...] = ()
+    averaged_names: tuple[str, ...] = ()
     """If this checkpoint was loaded from the pools of another world: the names of the parameters and buffers that
     were averaged (``averages.py``)."""
     layout: SavedLayout | None = None
     """The layout with which the rank saved it; None: it had none."""
     first_of_world: bool = False
-    """Whether it was saved without a session, and when it was saved its rank had no pool in this world yet. So if pools
-    of this world are missing, a kill may have come before all ranks had made theirs, and an older world counts."""
+    """Whether this is the first checkpoint that its rank saved in this world (only saves without a session set it). So
+    if pools of this world are missing, a kill may have come before all ranks had made theirs, and an older world
+    counts."""
     not_exact: str = ""
-    """Why a training that continues from this checkpoint is not the one that saved it; empty if it is."""
+    """Why a training that continues from this checkpoint is not bit-identical to the training that saved it; empty if
+    it is."""
     run_id: str = ""
     """32 hexadecimal digits: which training saved it. Empty in the pool of a rank, and in that of an older lightck."""
     claim: str = ""
@@ -240,7 +243,7 @@ class Contents:
                 rows_of_others=tuple(map(_rows_of_other, typed(raw.get("others", []), list))),
                 from_world=_rank_number(raw.get("from_world"), RANKS_MAX),
                 from_stages=typed(raw.get("from_stages", False), bool),
-                means=tuple(typed(name, str) for name in typed(raw.get("means", []), list)),
+                averaged_names=tuple(typed(name, str) for name in typed(raw.get("means", []), list)),
                 layout=SavedLayout.parse(raw.get("layout")),
                 first_of_world=typed(raw.get("first_of_world", False), bool),
                 not_exact=typed(raw.get(NOT_EXACT_KEY, ""), str),
@@ -356,7 +359,7 @@ def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySourc
     return MemorySource(source.entries, load_tensors(source, own, device))
 
 
-def entry_of(entries: Mapping[str, Entry], name: str) -> Entry:
+def existing_entry(entries: Mapping[str, Entry], name: str) -> Entry:
     """Return the entry of a tensor that the small state names. Raises ``CorruptPoolError`` if the checkpoint has no
     such entry."""
     if name not in entries:
@@ -371,7 +374,7 @@ def tensor_reader(source: Source, loaded: dict[str, torch.Tensor] | None = None)
     reads to ``loaded``."""
 
     def read(name: str) -> torch.Tensor:
-        entry_of(source.entries, name)
+        existing_entry(source.entries, name)
         tensor = load_tensor(source, name)
         if loaded is not None:
             loaded[name] = tensor

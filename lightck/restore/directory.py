@@ -40,7 +40,7 @@ from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
 from lightck.restore.relocated import Relocated
 from lightck.restore.replayed import ReplayedCheckpoint
-from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_tensors_without_holder
 from lightck.restore.together import meeting_of, refuse_other_layouts, refuse_unused_rules
 from lightck.restore.usable import RankCheckpoint, parse, usable_by_id
 from lightck.state.local_tensors import reshard
@@ -68,28 +68,28 @@ def recover_directory(
     hold parts of tensors which no other pool has."""
     path = os.path.realpath(directory)
     if lazy:
-        opened = ExitStack()
-        return recovered(path, step, partial(_lazily, opened=opened), opened)
+        open_pools = ExitStack()
+        return recover_newest(path, step, partial(_lazily, open_pools=open_pools), open_pools)
     tensors = None if model is None else _tensors_of(model, layout)
     at_hand = OptimizersAtHand() if model is None else OptimizersAtHand(model, as_list(optimizer))
     if model is None or tensors is None or not (tensors.parts or tensors.is_stage):
         whole = partial(_whole, device=device if model is None else "cpu")
-        checkpoint = recovered(path, step, whole, optimizers=at_hand)
+        checkpoint = recover_newest(path, step, whole, optimizers=at_hand)
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
     meeting, take = meeting_of(tensors.lives, layout), partial(_parts, tensors=tensors)
     if meeting is None:
-        return recovered(path, step, take, optimizers=at_hand).into(
+        return recover_newest(path, step, take, optimizers=at_hand).into(
             model, optimizer, state, strict=strict, layout=layout
         )
     meeting.meet(socket.gethostname())
     with meeting.shares_errors():
         refuse_other_layouts(layout, meeting)
         refuse_unused_rules(layout, tensors.names, meeting)
-        loaded = _recovered_together(path, step, take, meeting, at_hand)
+        loaded = _recover_together(path, step, take, meeting, at_hand)
         if tensors.is_stage:
-            loaded.refuse_held_by_nobody(tensors, meeting)
+            loaded.refuse_tensors_without_holder(tensors, meeting)
     return loaded.into(model, optimizer, state, strict=strict, layout=layout)
 
 
@@ -104,16 +104,16 @@ def recover_readers(
     strict: bool,
     lazy: bool,
 ) -> Checkpoint:
-    """``recover`` for the pools of all ranks of a group, which are open, and lie in no directory; they are closed here
-    (with ``lazy``, when the checkpoint is). ``name``: of what they are from. Raises as ``recover`` does."""
+    """``recover`` for pools of a group (a tier) that are already open. Closes them; with ``lazy``, when the checkpoint
+    is closed. ``name``: their path or URL, for messages. Raises as ``recover`` does."""
     with ExitStack() as stack:
         for reader in readers:
             stack.callback(reader.close)
         worlds = worlds_of(name, readers)
         if lazy:
-            opened = ExitStack()
-            checkpoint = _newest(name, worlds, None, partial(_lazily, opened=opened), None, opened)
-            opened.push(stack.pop_all())
+            open_pools = ExitStack()
+            checkpoint = _newest(name, worlds, None, partial(_lazily, open_pools=open_pools), None, open_pools)
+            open_pools.push(stack.pop_all())
             return checkpoint
         if model is not None:
             tensors = _tensors_of(model, None)
@@ -141,23 +141,24 @@ Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
 ``DamagedError``."""
 
 
-def recovered(
+def recover_newest(
     directory: str,
     step: int | None,
     take: Take[T],
-    opened: ExitStack | None = None,
+    keep_open: ExitStack | None = None,
     optimizers: OptimizersAtHand | None = None,
 ) -> T:
     """Call ``take`` for the newest common checkpoint (of ``step``, if given), and return the result. If a pool has
-    moved to a new file since it was opened, and so nothing was found, open all pools again. ``opened``: keeps the pools
-    open afterwards; None: they are closed. ``optimizers``: as in ``checkpoints_of``."""
+    moved to a new file since it was opened, and so nothing was found, open all pools again. ``keep_open``: gets the
+    open pools, and closes them when it is closed; None: they are closed here. ``optimizers``: as in
+    ``checkpoints_of``."""
     for attempt in range(1, _ATTEMPTS + 1):
         with ExitStack() as stack:
             worlds = stack.enter_context(open_worlds(directory))
             try:
                 taken = _newest(directory, worlds, step, take, optimizers, stack)
-                if opened is not None:
-                    opened.push(stack.pop_all())
+                if keep_open is not None:
+                    keep_open.push(stack.pop_all())
                 return taken
             except (NoCheckpointError, CorruptPoolError, PoolLockedError):
                 readers = [reader for world in worlds for reader in world.readers.values()]
@@ -172,29 +173,29 @@ def _newest(
     step: int | None,
     take: Take[T],
     optimizers: OptimizersAtHand | None,
-    opened: ExitStack,
+    keep_open: ExitStack,
 ) -> T:
     """Call ``take`` for one common checkpoint after the other (of ``step``, if given), from newest to oldest, until one
     verifies. Checkpoints of all worlds count; if two have the same one, that of the first world is taken first.
-    ``opened``: holds the slots of the checkpoint."""
+    ``keep_open``: gets the holds of the checkpoint's slots."""
     readers = [reader for world in worlds for reader in world.readers.values()]
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
         common = [
-            (id_, number, held)
+            (id_, number, per_pool)
             for number, world in enumerate(worlds)
-            for id_, held in common_checkpoints(world, optimizers).items()
+            for id_, per_pool in common_checkpoints(world, optimizers).items()
         ]
         rejected: list[RejectedCheckpoint] = []
         lost: RankError | None = None
         # The newest id first; of one id, that of the first world (the smallest number) first.
-        for checkpoint_id, number, held in sorted(common, key=lambda one: (one[0], -one[1]), reverse=True):
+        for checkpoint_id, number, per_pool in sorted(common, key=lambda one: (one[0], -one[1]), reverse=True):
             if step is not None and checkpoint_id.step != step:
                 continue
             try:
-                return _taken(directory, worlds[number], held, rejected, take, opened)
+                return _take_checkpoint(directory, worlds[number], per_pool, rejected, take, keep_open)
             except DamagedError as err:
-                rejected.append(RejectedCheckpoint(checkpoint_id.step, held[0][0].record.generation, str(err)))
+                rejected.append(RejectedCheckpoint(checkpoint_id.step, per_pool[0][0].record.generation, str(err)))
                 lost = err.__cause__ if isinstance(err.__cause__, RankError) else lost
         if [reader.commit_log() for reader in readers] == logs:
             if lost is not None:
@@ -210,20 +211,20 @@ def _in_use_error(directory: str) -> PoolLockedError:
     )
 
 
-def _recovered_together(
+def _recover_together(
     directory: str, step: int | None, take: Take[T], meeting: Meeting, optimizers: OptimizersAtHand
 ) -> T:
-    """``recovered`` for ranks that hold parts, which must be of one checkpoint on all ranks. They agree on the newest
-    one that all of them find (a training may have the pools open), and say whether they could load it. If one could
-    not, they take the next older one."""
+    """As ``recover_newest``, for ranks that load parts. All ranks must load the same checkpoint: they agree on the
+    newest one that all of them find (a training may have the pools open), and say whether they could load it. If one
+    could not, they take the next older one."""
     failed_ids: set[CheckpointId] = set()
     rejected: list[RejectedCheckpoint] = []
     newest: set[CheckpointId] = set()
-    for _ in range(_ATTEMPTS**2):  # as many as ``recovered`` and ``_newest`` make together
+    for _ in range(_ATTEMPTS**2):  # as many as ``recover_newest`` and ``_newest`` make together
         with open_worlds(directory) as worlds:
-            found: dict[CheckpointId, tuple[World, Held]] = {}
+            found: dict[CheckpointId, tuple[World, CheckpointsPerPool]] = {}
             for world in reversed(worlds):
-                found |= {id_: (world, held) for id_, held in common_checkpoints(world, optimizers).items()}
+                found |= {id_: (world, per_pool) for id_, per_pool in common_checkpoints(world, optimizers).items()}
             own = [list(id_) for id_ in found if id_ not in failed_ids and step in (None, id_.step)]
             has_changed, newest = set(found) != newest, set(found)
             said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
@@ -233,9 +234,9 @@ def _recovered_together(
             if not common:
                 continue  # a training reuses the slots
             chosen, taken, problem = max(common), None, ""
-            world, held = found[chosen]
+            world, per_pool = found[chosen]
             try:
-                taken = _taken(directory, world, held, rejected, take)
+                taken = _take_checkpoint(directory, world, per_pool, rejected, take)
             except DamagedError as err:
                 problem = str(err)
             problems = [one.decode("utf-8", "replace") for one in meeting.exchange("votes", problem.encode())]
@@ -244,55 +245,60 @@ def _recovered_together(
                 assert taken is not None, "this rank has loaded it"
                 return taken
             failed_ids.add(chosen)
-            rejected.append(RejectedCheckpoint(chosen.step, held[0][0].record.generation, failed))
+            rejected.append(RejectedCheckpoint(chosen.step, per_pool[0][0].record.generation, failed))
     raise _in_use_error(directory)
 
 
-Held = list[list[RankCheckpoint]]
+CheckpointsPerPool = list[list[RankCheckpoint]]
 """For each pool of a world: the checkpoints of one id, newest first. (There are two if a step was saved twice.)"""
 
 
-def common_checkpoints(world: World, optimizers: OptimizersAtHand | None = None) -> dict[CheckpointId, Held]:
+def common_checkpoints(
+    world: World, optimizers: OptimizersAtHand | None = None
+) -> dict[CheckpointId, CheckpointsPerPool]:
     """Return the usable checkpoints that all pools of a world have. ``optimizers``: as in ``checkpoints_of``."""
-    held = [usable_by_id(reader, optimizers) for reader in world.readers.values()]
-    common = frozenset.intersection(*map(frozenset, held))
-    return {one: [of_rank[one] for of_rank in held] for one in common}
+    by_id = [usable_by_id(reader, optimizers) for reader in world.readers.values()]
+    common = frozenset.intersection(*map(frozenset, by_id))
+    return {checkpoint_id: [of_pool[checkpoint_id] for of_pool in by_id] for checkpoint_id in common}
 
 
-def _taken(
+def _take_checkpoint(
     directory: str,
     world: World,
-    held: Held,
+    per_pool: CheckpointsPerPool,
     rejected: Sequence[RejectedCheckpoint],
     take: Take[T],
-    opened: ExitStack | None = None,
+    keep_open: ExitStack | None = None,
 ) -> T:
-    """Call ``take`` for one checkpoint. ``opened``: holds its slots from now on; None: they are held only while
+    """Call ``take`` for one checkpoint. ``keep_open``: gets the holds of its slots; None: they are held only while
     ``take`` runs. Raises ``DamagedError``, and ``RankError`` as ``logical_of`` does."""
-    logical = logical_of(directory, world, held)
+    logical = logical_of(directory, world, per_pool)
     with ExitStack() as holds:
         for stored in logical.of_ranks:
             holds.enter_context(stored.hold())
         taken = take(directory, logical, rejected)
         if not all(stored.owns_slot() for stored in logical.of_ranks):
             raise DamagedError("its slot was reused while it was read")
-        if opened is not None:
-            opened.push(holds.pop_all())
+        if keep_open is not None:
+            keep_open.push(holds.pop_all())
     return taken
 
 
-def logical_of(directory: str, world: World, held: Held, state_of: int = 0, *, warns: bool = True) -> LogicalCheckpoint:
-    """Return one checkpoint of a world as logical tensors. ``state_of``: as in ``LogicalCheckpoint``. If pools are
-    missing, the others may hold everything; then this warns, if ``warns``. Raises ``DamagedError``; and ``RankError``
-    if the missing pools hold what no other has. If these pools may never have existed (``Contents.first_of_world``),
-    the ``RankError`` is the cause of the ``DamagedError``, so that an older world is tried first."""
+def logical_of(
+    directory: str, world: World, per_pool: CheckpointsPerPool, state_position: int = 0, *, warns: bool = True
+) -> LogicalCheckpoint:
+    """Return one checkpoint of a world as logical tensors. ``state_position``: as in ``LogicalCheckpoint``. If pools
+    are missing, the others may hold everything; then this warns, if ``warns``. Raises ``DamagedError``; and
+    ``RankError`` if the missing pools hold what no other has. If these pools may never have existed
+    (``Contents.first_of_world``), the ``RankError`` is the cause of the ``DamagedError``, so that an older world is
+    tried first."""
     try:
-        logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
+        logical = LogicalCheckpoint([intact_of(checkpoints) for checkpoints in per_pool], state_position)
     except DamagedError as err:
         if not world.missing:
             raise
-        detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
-        if parse(held[0][0]).first_of_world:
+        detail = f"Without it the checkpoint of step {per_pool[0][0].step} is not complete: {err}."
+        if parse(per_pool[0][0]).first_of_world:
             detail += " (If the first save of these ranks was cut off, nothing is lost: it never counted.)"
             raise DamagedError(str(err)) from missing_error(directory, world, detail)
         raise missing_error(directory, world, detail) from None
@@ -340,7 +346,7 @@ def _no_checkpoint_error(
     )
 
 
-# -- what is taken -----------------------------------------------------------------------------------------------------
+# -- callbacks for ``take`` --------------------------------------------------------------------------------------------
 
 
 def _whole(
@@ -357,7 +363,7 @@ def _whole(
 
 
 def _lazily(
-    directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, opened: ExitStack
+    directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, open_pools: ExitStack
 ) -> Checkpoint:
     """Load a checkpoint without its tensors, which are read when they are used."""
     for stored in logical.of_ranks:
@@ -369,7 +375,7 @@ def _lazily(
     # Buffers usually differ between ranks, and a program may open the same checkpoint lazily many times. So there is no
     # warning about buffers.
     _warn_differences(logical, ("param", "optimizer"))
-    ranges = RangeReader(opened, logical)
+    ranges = RangeReader(open_pools, logical)
     return _checkpoint(directory, logical, rejected, ranges.all, ranges)
 
 
@@ -382,11 +388,11 @@ class _LoadedParts:
         """``entries``: of all logical tensors."""
         self._contents, self._source, self._checkpoint, self._entries = contents, source, checkpoint, entries
 
-    def refuse_held_by_nobody(self, tensors: ModelTensors, meeting: Meeting) -> None:
+    def refuse_tensors_without_holder(self, tensors: ModelTensors, meeting: Meeting) -> None:
         """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this."""
         names = names_of_model(self._entries)
         flags = meeting.exchange("tensors that are held", flags_of(names, tensors.names))
-        refuse_held_by_nobody(names, self._entries, flags, f"The checkpoint of step {self._contents.step}")
+        refuse_tensors_without_holder(names, self._entries, flags, f"The checkpoint of step {self._contents.step}")
 
     def into(
         self,
@@ -435,7 +441,7 @@ def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
             raise DamagedError("another session of the training saved it, after the one that was restored")
         return in_memory(Relocated(logical, {}))
 
-    return recovered(directory, wanted.step, take)
+    return recover_newest(directory, wanted.step, take)
 
 
 def _checkpoint(
@@ -455,7 +461,7 @@ def _checkpoint(
 def _warn_differences(logical: LogicalCheckpoint, roles: Sequence[str] = ("param", "buffer", "optimizer")) -> None:
     differing = logical.differing(roles)
     if logical.averaged:
-        log.warning("lightck: step %d: %s", logical.step, describe_averaged(logical.owners_averaged))
+        log.warning("lightck: step %d: %s", logical.step, describe_averaged(logical.averaged_names))
     if differing:
         log.warning(
             "lightck: ranks have different bytes in %d tensor%s of step %d, and those of rank 0 are taken: %s. Each "

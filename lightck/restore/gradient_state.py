@@ -1,10 +1,12 @@
-"""The tensors of a checkpoint in a pool with gradient records, made again at the checkpoint's step.
+"""The tensors of a checkpoint in a pool with gradient records, replayed to the checkpoint's step.
 
-Each unit starts from its newest copy (``unit_copies.py``), and the optimizer makes the updates after it again
-(``replay.py``). After each of them one page of each tensor is compared with what the record of that step says of it, so
-a replay that is not exact ends there. All else (buffers, small state) lies in the checkpoint's own record as it is.
+Each unit starts from its newest copy (``unit_copies.py``), and the optimizer replays the updates after it
+(``replay.py``). After each of them one page of each tensor is compared with the checksum in that step's record (its
+*sentinel*, if the record has them). The first difference ends the replay. A replay that is not exact can still end
+without one, because each sentinel covers one page only. All else (buffers, small state) lies in the checkpoint's own
+record as it is.
 
-The residuals of ``TopK``, if they lie with the bases, cannot be made again: gradients hold nothing of what was left out
+The residuals of ``TopK``, if they lie with the bases, cannot be replayed: gradients hold nothing of what was left out
 of them. They are taken from the copy of their unit as they are, and ``UnitsAtStep`` says of which step they are.
 """
 
@@ -40,46 +42,49 @@ from lightck.state.values import typed
 
 log = logging.getLogger("lightck")
 _DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
-"""Parts of the fingerprint that decide the bits of an update, beside its number of threads, which its record has."""
+"""Parts of the fingerprint that decide the bits of an update. (So does the number of threads; each record holds it.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitsAtStep:
-    """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
-    and the tensor. older_residuals: name of a residual that is older than the checkpoint -> its step; None: there was
-    none yet, and it is zero. other_conditions: what differs from the training where updates were made again ("torch
-    2.12 -> 2.13"); "": nothing does."""
+    """The units of a checkpoint, as they were at the end of its step."""
 
     entries: dict[str, Entry]
+    """Name of a tensor -> its entry."""
     tensors: dict[str, torch.Tensor]
+    """Name of a tensor -> the tensor."""
     older_residuals: dict[str, int | None] = field(default_factory=dict)
+    """Name of a residual that is older than the checkpoint -> the step that it is of; None: no residual was saved yet,
+    and it is zero."""
     other_conditions: str = ""
+    """What differs between the conditions of the training and those of the replay ("torch 2.12 -> 2.13"); empty if
+    nothing does, or if nothing was replayed."""
 
 
 def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
-    """Make the units of a checkpoint again. Nothing is written into the pool.
+    """Replay the units of a checkpoint to its step. Nothing is written into the pool.
 
     Raises:
         DamagedError: a copy or a record that is needed is damaged, or the replay is not exact. The reason names it. The
             checkpoint of an earlier step may be recoverable.
         ReplayError: this process cannot replay anything (it flushes denormal numbers to zero).
-        UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
+        UnsupportedError: an optimizer, or the device of a parameter, is not available.
     """
     records, loaded, updates = _inputs_of(checkpoint)
     consumed = [one.consumed for one in updates]
-    steppers = optimizers.of(consumed)
+    steppers = optimizers.for_updates(consumed)
     _refuse_state_elsewhere(checkpoint, loaded)
-    plain = _PlainStates(records)
+    non_tensors = _NonTensorStates(records)
     older = [
-        _OlderUnit(one, _optimizers_of(one, consumed), plain, steppers, optimizers)
+        _ReplayUnit(one, _optimizers_of(one, consumed), non_tensors, steppers, optimizers)
         for one in loaded
         if one.copy.step < checkpoint.step
     ]
     conditions = _other_conditions(checkpoint) if older else ""
     if conditions:
         log.warning(
-            "lightck: updates are made again under other conditions than in the training (%s). They may give other "
-            "bits; a page of each tensor is compared after each of them",
+            "lightck: updates are replayed under other conditions than in the training (%s). They may give other bits; "
+            "one page of each tensor is compared after each of them",
             conditions,
         )
     check = _Sentinels({one.record.step: one.record for one in updates})
@@ -98,7 +103,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     except CorruptPoolError as err:
         raise DamagedError(str(err)) from err
     for unit in older:
-        plain.refuse_other(unit.name, unit.plain_state())
+        non_tensors.refuse_other(unit.name, unit.non_tensor_state())
     joined = _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
     return replace(joined, other_conditions=conditions)
 
@@ -111,32 +116,33 @@ def reason_of(err: Exception) -> str:
 def units_after(
     checkpoint: GradientCheckpoint, following: ConsumedUpdate, parameters: Collection[str], optimizers: OptimizersAtHand
 ) -> dict[str, torch.Tensor]:
-    """Make some units again, with one update more than the pool has: ``following``, that of the step after the
-    checkpoint. ``parameters``: those of the units. Returns name of a tensor -> the tensor after this update.
+    """Replay some units to one step after the checkpoint. ``following``: the update of that step, which the pool does
+    not have. ``parameters``: the names of the units' parameters. Returns name of a tensor -> the tensor after
+    ``following``.
 
     Raises:
-        ReplayError: an update cannot be made again, or its result differs from the checksums of a record.
+        ReplayError: an update cannot be replayed, or its result differs from the checksums of a record.
         DamagedError: a copy or a record that is needed is damaged.
     """
     records, loaded, updates = _inputs_of(checkpoint, parameters)
     consumed = [*(one.consumed for one in updates), following]
-    steppers = optimizers.of(consumed)
+    steppers = optimizers.for_updates(consumed)
     _refuse_state_elsewhere(checkpoint, loaded)
-    plain = _PlainStates(records)
-    units = [_OlderUnit(one, _optimizers_of(one, consumed), plain, steppers, optimizers) for one in loaded]
+    non_tensors = _NonTensorStates(records)
+    units = [_ReplayUnit(one, _optimizers_of(one, consumed), non_tensors, steppers, optimizers) for one in loaded]
     check = _Sentinels({one.record.step: one.record for one in updates})
     replay([one.base for one in units], consumed, steppers, following.step, check=check.difference)
     return {name: tensor for unit in units for name, tensor in unit.tensors().items()}
 
 
 def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
-    """Raise ``DamagedError`` if a copy or a record from which the units of a checkpoint are made again is damaged, and
-    nothing stands in for it. No update is made again."""
+    """Raise ``DamagedError`` if a copy or a record that the replay of a checkpoint's units needs is damaged, and
+    nothing stands in for it. No update is replayed."""
     records, loaded, updates = _inputs_of(checkpoint)
-    plain = _PlainStates(records)
+    non_tensors = _NonTensorStates(records)
     for one in loaded:
         if one.copy.step < checkpoint.step:
-            plain.at(one.copy.step, one.copy.parameter)
+            non_tensors.at(one.copy.step, one.copy.parameter)
         for update in updates:
             if update.consumed.step > one.copy.step:
                 update.refuse_damaged_gradient(one.copy.parameter)
@@ -145,8 +151,8 @@ def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
 def _inputs_of(
     checkpoint: GradientCheckpoint, parameters: Collection[str] | None = None
 ) -> tuple[Records, list[LoadedUnit], list[_Update]]:
-    """Read and verify all from which units of a checkpoint are made again: copies of the units, and what each update
-    after the oldest of them consumed. ``parameters``: as for ``UnitCopies``."""
+    """Read and verify everything that a replay of a checkpoint's units needs: copies of the units, and what each update
+    after the oldest copy consumed. ``parameters``: as for ``UnitCopies``."""
     records = Records(checkpoint)
     loaded = UnitCopies(records, parameters).load()
     low = min((one.copy.step for one in loaded), default=checkpoint.step)
@@ -186,21 +192,21 @@ class _Update:
         return tensor.contiguous().to(_device_of(self.record.in_record[name].entry))
 
 
-class _OlderUnit:
-    """A unit whose copy is older than the checkpoint, and its state as optimizers keep it."""
+class _ReplayUnit:
+    """A unit that is replayed from its copy, and its state as optimizers keep it."""
 
     def __init__(
         self,
         loaded: LoadedUnit,
-        numbers: frozenset[int],
-        plain: _PlainStates,
+        optimizer_indexes: frozenset[int],
+        non_tensors: _NonTensorStates,
         steppers: Mapping[int, PartialOptimizer],
         optimizers: OptimizersAtHand,
     ) -> None:
-        """``numbers``: of the optimizers that update the unit, at most one."""
+        """``optimizer_indexes``: the index of the optimizer that updates the unit, as a set of at most one."""
         copy = loaded.copy
         self.name, self.step = copy.parameter, copy.step
-        self.state: dict[Any, Any] = plain.at(copy.step, self.name)
+        self.state: dict[Any, Any] = non_tensors.at(copy.step, self.name)
         self.residuals: dict[str, torch.Tensor] = {}
         """Name -> what ``TopK`` had left out of the gradients, at the step of the copy."""
         for name, tensor in loaded.tensors.items():
@@ -214,23 +220,24 @@ class _OlderUnit:
             else:
                 self.parameter_name, parameter = name, placed
         live = optimizers.live_parameter(self.name)
-        if live is not None and not all(steppers[number].is_torch for number in numbers):
+        if live is not None and not all(steppers[index].is_torch for index in optimizer_indexes):
+            # An optimizer class of the user may read attributes that the user has set on the parameter.
             vars(parameter).update(vars(live))
             parameter.requires_grad_(live.requires_grad)
-        self.base = Base(Unit(self.name, parameter, dict.fromkeys(numbers, self.state)), copy.step)
+        self.base = Base(Unit(self.name, parameter, dict.fromkeys(optimizer_indexes, self.state)), copy.step)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return entry name -> tensor, as it is now."""
         found = {state_name(self.name, key): value for key, value in self.state.items() if is_direct(key, value)}
         return {self.parameter_name: self.base.unit.parameter.detach(), **found}
 
-    def plain_state(self) -> dict[Any, Any]:
+    def non_tensor_state(self) -> dict[Any, Any]:
         """Return the state that is not stored as tensors."""
         return {key: value for key, value in self.state.items() if not is_direct(key, value)}
 
 
 class _Sentinels:
-    """Compares a page of each tensor with what the records say of it."""
+    """Compares one page of each tensor with its checksum in the record of the same step (the sentinel)."""
 
     def __init__(self, records: Mapping[int, GradientCheckpoint]) -> None:
         """``records``: step -> its record."""
@@ -275,7 +282,7 @@ def page_checksum(tensor: torch.Tensor, entry: Entry, step: int) -> int | None:
 
 
 def _device_of(entry: Entry) -> torch.device:
-    """Return the device on which the updates of a tensor are made again: that on which they were made. Raises
+    """Return the device on which the updates of a tensor are replayed: that on which they were made. Raises
     ``UnsupportedError`` if this machine has no such device, because another one computes other bits."""
     if entry.device == "cpu":
         return torch.device("cpu")
@@ -283,15 +290,15 @@ def _device_of(entry: Entry) -> torch.device:
     if found is None or found.type != entry.device:
         raise UnsupportedError(
             f"The updates of {entry.name!r} were made on a device of type {entry.device!r}, and this machine has none "
-            "for torch. Another device computes other bits, so they cannot be made again here. Recover the checkpoint "
+            "for torch. Another device computes other bits, so they cannot be replayed here. Recover the checkpoint "
             "on a machine with such a device."
         )
     return torch.device(found.type)
 
 
 def _other_conditions(checkpoint: GradientCheckpoint) -> str:
-    """Return what differs if the updates were made by another torch or processor than those that make them again; "" if
-    nothing does. (On another type of device they are refused, and the number of threads is that of the training.)"""
+    """Return what differs if the training made the updates with another torch or processor than the replay; "" if
+    nothing does. (A replay on another type of device is refused, and it uses the number of threads of the training.)"""
     was, now = unpack_dict(checkpoint.state).get("fingerprint"), fingerprint()
     if not isinstance(was, dict):
         return ""
@@ -314,8 +321,8 @@ def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[Loa
 
 
 def _optimizers_of(loaded: LoadedUnit, updates: Iterable[ConsumedUpdate]) -> frozenset[int]:
-    """Return the number of the optimizer that updates a unit after the step of its copy, or has it without a gradient;
-    none if no optimizer has it."""
+    """Return the index of the optimizer that has the unit's parameter, with or without a gradient, in the updates after
+    the step of its copy, as a set of one; an empty set if no optimizer has it."""
     name, step = loaded.copy.parameter, loaded.copy.step
     later = [one for update in updates if update.step > step for one in update.optimizer_steps]
     found = {one.optimizer for one in later if name in one.gradients}
@@ -324,12 +331,12 @@ def _optimizers_of(loaded: LoadedUnit, updates: Iterable[ConsumedUpdate]) -> fro
     return frozenset(found)
 
 
-class _PlainStates:
+class _NonTensorStates:
     """The optimizer state that is not stored as tensors, but in the small state of each record."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._now = _plain_states(records.checkpoint)
+        self._now = _non_tensor_states(records.checkpoint)
         self._earlier: dict[int, dict[str, dict[Any, Any]]] = {}
 
     def at(self, step: int, parameter: str) -> dict[Any, Any]:
@@ -338,11 +345,11 @@ class _PlainStates:
         if parameter not in self._now:
             return {}
         if step not in self._earlier:
-            self._earlier[step] = _plain_states(self._records.at(step))
+            self._earlier[step] = _non_tensor_states(self._records.at(step))
         return dict(self._earlier[step].get(parameter, {}))
 
     def refuse_other(self, parameter: str, found: Mapping[Any, Any]) -> None:
-        """Raise ``DamagedError`` if the replayed state differs from what the checkpoint says of it."""
+        """Raise ``DamagedError`` if the replayed state differs from the state in the checkpoint's small state."""
         saved = self._now.get(parameter, {})
         try:
             differ = [
@@ -360,7 +367,7 @@ class _PlainStates:
             )
 
 
-def _plain_states(record: GradientCheckpoint) -> dict[str, dict[Any, Any]]:
+def _non_tensor_states(record: GradientCheckpoint) -> dict[str, dict[Any, Any]]:
     """Return parameter -> its state that is not stored as tensors, at the step of a record."""
     found: dict[str, dict[Any, Any]] = {}
     try:
@@ -381,7 +388,7 @@ def _tensor_in_record(record: GradientCheckpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Sequence[_OlderUnit]) -> UnitsAtStep:
+def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Sequence[_ReplayUnit]) -> UnitsAtStep:
     """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
     entries: dict[str, Entry] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -24,7 +24,7 @@ class HeldTensors:
     """A rank's checkpoint with all rows of the tensors that it held. It is read as a ``StoredCheckpoint`` is."""
 
     own: RankCheckpoint
-    of_ranks: Mapping[int, RankCheckpoint]
+    of_others: Mapping[int, RankCheckpoint]
     """Another rank -> its checkpoint of the same step."""
     entries: dict[str, Entry] = field(init=False)
 
@@ -38,12 +38,12 @@ class HeldTensors:
 
     def _writers(self, name: str, share: Share) -> Iterator[tuple[RankCheckpoint, Share, int]]:
         """Yield, for each rank that wrote rows of a tensor that is divided: the rank's checkpoint, its share, and its
-        place in the cut. Raises ``DamagedError`` if the rows of a rank are missing."""
+        index among the ranks that divide the tensor. Raises ``DamagedError`` if the rows of a rank are missing."""
         for place, rank in enumerate(share.cut.ranks):
             first, n_rows = share.rows_of(place)
             if not n_rows:
                 continue
-            stored = self.own if place == share.place else self.of_ranks.get(rank)
+            stored = self.own if place == share.place else self.of_others.get(rank)
             entry = None if stored is None else stored.entries.get(name)
             written = None if entry is None else entry.share
             if (
@@ -86,7 +86,7 @@ class HeldTensors:
         return self.own.uuid
 
     def owns_slot(self) -> bool:
-        return all(stored.owns_slot() for stored in (self.own, *self.of_ranks.values()))
+        return all(stored.owns_slot() for stored in (self.own, *self.of_others.values()))
 
     def read_into(self, name: str, address: int) -> None:
         """``read_many`` for one tensor."""
@@ -115,7 +115,7 @@ class HeldTensors:
 
 
 def _box(share: Share, first: int) -> Box:
-    """Return the box of the share's rows, in a tensor in which the first of these rows has the index ``first``."""
+    """Return the box of the share's rows, with ``first`` as the index of the first of these rows."""
     (shape, dim, *_), (_, n_rows) = share.cut, share.rows
     zeros: Ints = (0,) * len(shape)
     return Box((*zeros[:dim], first, *zeros[dim + 1 :]), (*shape[:dim], n_rows, *shape[dim + 1 :]))

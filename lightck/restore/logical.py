@@ -23,9 +23,9 @@ from lightck.pool.format.layout import ITEM_NBYTES, SLOT_PLACE, Entry, check_tie
 from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader
-from lightck.restore.averages import owner_of, places_of
+from lightck.restore.averages import model_name_of, places_of
 from lightck.restore.contents import load_tensor
-from lightck.restore.read_boxes import Frame
+from lightck.restore.read_boxes import FlatPiece
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.stages import refuse_missing_stages
@@ -33,7 +33,7 @@ from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import RankCheckpoint, parse
 
 log = logging.getLogger("lightck")
-REPLICATED = ("param", "optimizer")
+ROLES_THAT_MUST_AGREE = ("param", "optimizer")
 """Roles of the tensors that must be equal on all ranks that hold the same part of them. Buffers may differ: each rank
 has BatchNorm statistics of its own."""
 
@@ -43,14 +43,14 @@ class Holder:
     """One pool that holds a tensor, or a part of it."""
 
     position: int
-    """Of the pool in ``of_ranks``."""
+    """Index of the pool in ``of_ranks``."""
     stored: RankCheckpoint
     entry: Entry
     name: str
     """Name under which the bytes lie. (The tensor may be tied on some ranks only.)"""
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether the pool lies on another host, so that blocks must be fetched into a partial copy of it."""
         return self.stored.reader.partial is not None
 
@@ -59,14 +59,14 @@ class Holder:
         return whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
 
     @property
-    def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
-        """Yield (frame, pieces) of each tensor from which boxes are read. This is the local tensor (without a frame).
-        If that is flat, each of its pieces is read as a tensor of its own (with a frame)."""
+    def readable_tensors(self) -> Iterator[tuple[FlatPiece | None, tuple[Piece, ...]]]:
+        """Yield the tensors from which boxes are read: the local tensor as (None, its pieces); or, if the local tensor
+        is flat, each of its pieces as a tensor of its own: (flat piece, this piece)."""
         if not is_flat(self.pieces):
             yield None, self.pieces
             return
         for piece in self.pieces:
-            yield Frame(piece.local_start[0], piece.size), (piece.alone,)
+            yield FlatPiece(piece.local_start[0], piece.size), (piece.alone,)
 
 
 @dataclass(slots=True)
@@ -74,21 +74,21 @@ class LogicalCheckpoint:
     """One checkpoint of several ranks. ``of_ranks``: the checkpoint in the pool of each of them, in their order."""
 
     of_ranks: Sequence[RankCheckpoint]
-    state_of: int = 0
-    """Position in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to
-    each rank, and are not the same on all.)"""
+    state_position: int = 0
+    """Index in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to each
+    rank, and are not the same on all.)"""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
     """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
-    far_first: dict[str, int] = field(init=False)
-    """Name of a replicated tensor -> position of the pool on another host that is read first, if pools on other hosts
+    remote_first: dict[str, int] = field(init=False)
+    """Name of a tensor that must agree -> index of the pool on another host that is read first, if pools on other hosts
     must be read. The choices are such that these pools send about the same number of bytes."""
     is_of_stages: bool = field(init=False)
     """Whether the ranks are stages of a pipeline, and hold different tensors."""
     averaged: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
-    """Name of a tensor that differs between the places of a layout, and whose mean is taken -> for each place, which
-    pools hold it there (``averages.py``)."""
+    """Name of a tensor that differs between the places of a layout, and whose mean is taken -> for each place, the
+    indexes of the pools that hold it there (``averages.py``)."""
 
     def __post_init__(self) -> None:
         """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
@@ -97,7 +97,7 @@ class LogicalCheckpoint:
         for name in dict.fromkeys(name for stored in self.of_ranks for name in stored.entries):
             self._add(name)
         check_ties(self.entries)
-        self.far_first = self._far_first()
+        self.remote_first = self._remote_first()
         layouts = [_layout_of(stored) for stored in self.of_ranks]
         self.is_of_stages = any(one is not None and one.stages > 1 for one in layouts)
         if self.is_of_stages:
@@ -113,9 +113,9 @@ class LogicalCheckpoint:
         return self.of_ranks[0].step
 
     @property
-    def own(self) -> RankCheckpoint:
-        """The checkpoint of ``state_of``."""
-        return self.of_ranks[self.state_of]
+    def state_checkpoint(self) -> RankCheckpoint:
+        """The checkpoint of the rank whose small state counts (``state_position``)."""
+        return self.of_ranks[self.state_position]
 
     def _add(self, name: str) -> None:
         positions = self._positions_that_count(name)
@@ -126,7 +126,7 @@ class LogicalCheckpoint:
             raise DamagedError(f"its tensor {name!r} is flat, and ranks of a host never divide such a tensor")
         entry = _whole_entry(parts[0])
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
-            refuse_shape_per_rank(name, entry.role)
+            refuse_shard_dependent_state(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
         if len({part.held_pieces is None for part in parts}) > 1:
             raise DamagedError(f"some ranks saved its tensor {name!r} as a part, and others as a whole")
@@ -145,40 +145,41 @@ class LogicalCheckpoint:
                 f"at {uncovered.start}"
             )
 
-    def _far_first(self) -> dict[str, int]:
-        """Return ``far_first``. It is the same on all ranks of a host, so nothing is fetched twice for them."""
+    def _remote_first(self) -> dict[str, int]:
+        """Return ``remote_first``. It is the same on all ranks of a host, so nothing is fetched twice for them."""
         nbytes: dict[int, int] = {}
         first: dict[str, int] = {}
         for name, holders in self.holders.items():
-            far = [one for one in holders if one.is_far and self.entries[name].role in REPLICATED]
-            if far:
-                chosen = min(far, key=lambda one: (nbytes.get(one.position, 0), one.position))
+            remote = [one for one in holders if one.is_remote and self.entries[name].role in ROLES_THAT_MUST_AGREE]
+            if remote:
+                chosen = min(remote, key=lambda one: (nbytes.get(one.position, 0), one.position))
                 nbytes[chosen.position] = nbytes.get(chosen.position, 0) + chosen.entry.nbytes
                 first[name] = chosen.position
         return first
 
     def _positions_that_count(self, name: str) -> list[int]:
-        """Return the positions, in ``of_ranks``, of the checkpoints whose tensors of this name make up the logical
-        tensor: all that have one. A tensor of the small state counts only from the rank ``state_of``; if that rank has
-        none of this name, extra state of a module counts from the first rank that has it, and other state not at
-        all."""
+        """Return the indexes in ``of_ranks`` of the checkpoints whose tensors of this name make up the logical tensor.
+
+        - A parameter, a buffer, optimizer state: all checkpoints that have the name.
+        - A tensor of the small state: only the checkpoint of the rank whose small state counts, if it has the name.
+        - Otherwise: for extra state of a module the first checkpoint that has the name, for other state none."""
         found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
-        own = self.own.entries.get(name)
+        of_state_rank = self.state_checkpoint.entries.get(name)
         if self.of_ranks[found[0]].entries[name].role == "state":
             of_module = found[:1] if name.startswith("extra_state/") else []
-            return of_module if own is None else [self.state_of]
+            return of_module if of_state_rank is None else [self.state_position]
         return found
 
     def differing(self, roles: Iterable[str]) -> list[str]:
-        """Return the names of the tensors of these roles of which two ranks hold the same elements with different
-        bytes. Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
+        """Return the names of the tensors with these roles whose common elements have different bytes on two ranks.
+        Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
         wanted = set(roles)
         found = {
             name
             for name, holders in self.holders.items()
             if self.entries[name].role in wanted and any(map(_differ, self._groups_that_must_agree(name, holders)))
         }
-        if wanted & set(REPLICATED):
+        if wanted & set(ROLES_THAT_MUST_AGREE):
             found |= self._differing_rows()
         return [name for name in self.holders if name in found]
 
@@ -190,13 +191,13 @@ class LogicalCheckpoint:
         return [[one for one in holders if one.position in place] for place in self.averaged[name]]
 
     @property
-    def owners_averaged(self) -> list[str]:
+    def averaged_names(self) -> list[str]:
         """Names, in the model, of the parameters and buffers that are averaged, or whose optimizer state is."""
-        return list(dict.fromkeys(owner_of(name, self.entries[name].role) for name in self.averaged))
+        return list(dict.fromkeys(model_name_of(name, self.entries[name].role) for name in self.averaged))
 
     def _differing_rows(self) -> set[str]:
-        """Return the names of tensors of which a rank held other rows than the ranks that wrote them, as its checkpoint
-        records."""
+        """Return the names of tensors of which a rank held other rows than the ranks that wrote them, by what its
+        checkpoint records."""
         of_ranks = {one.reader.group.rank: one for one in self.of_ranks if one.reader.group is not None}
         found: set[str] = set()
         for rank, stored in of_ranks.items():
@@ -236,8 +237,9 @@ def _whole_entry(entry: Entry) -> Entry:
     )
 
 
-def refuse_shape_per_rank(name: str, role: str) -> None:
-    """Raise ``UnsupportedError`` for optimizer state whose shape follows from the part that a rank holds."""
+def refuse_shard_dependent_state(name: str, role: str) -> None:
+    """Raise ``UnsupportedError`` for optimizer state, whose shape depends on the part that a rank holds. Do nothing for
+    tensors of other roles."""
     if role == "optimizer":
         raise UnsupportedError(
             f"The optimizer state {name!r} cannot be loaded into ranks that hold other parts of its parameter: it has "

@@ -38,7 +38,7 @@ def read_state(
     tensor; this function adds the tensors of the state.
     """
     keys = keys_by_param(contents, saved)
-    non_tensors = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
+    non_tensors = unpack_dict(saved.packed_param_state, tensor=tensor_reader(writes.source, restored))
     params = dict(live.params)
     used: set[int] = set()
     state_tensors: dict[int, torch.Tensor] = {}
@@ -75,8 +75,8 @@ def read_state(
 
 def joined(tensors: dict[object, object], non_tensors: Mapping[str, object], name: str) -> object:
     """Return the state of the parameter ``name``: a dict of its tensors and other values. ``non_tensors``: unpacked
-    ``OptimizerContents.values``. If this holds a value other than a dict for the parameter, that value is the whole
-    state."""
+    ``OptimizerContents.packed_param_state``. If this holds a value other than a dict for the parameter, that value is
+    the whole state."""
     other = non_tensors.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 

@@ -1,4 +1,4 @@
-"""Which optimizer makes the steps of a replay: a live one of the user, or a class of ``torch.optim`` by its name."""
+"""Which optimizer makes the steps of a replay: a live one of the user, or a class of ``torch.optim`` (by its name)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lightck.state.partial_optimizer import PartialOptimizer
 
 
 class OptimizersAtHand:
-    """The live optimizers into which a checkpoint is restored; perhaps none."""
+    """The optimizers that can replay updates: the live ones into which a checkpoint is restored, if there are any, and
+    the classes of ``torch.optim``."""
 
     def __init__(self, model: object = None, optimizers: Sequence[object] = ()) -> None:
         """``model``, ``optimizers``: as in ``recover``. They are not changed, and what is no module is ignored here:
         the restore refuses it by name."""
         self._partial: list[tuple[str, frozenset[str], PartialOptimizer]] = []
-        """Class name, names of the parameters, and what makes the steps, of each optimizer."""
+        """Of each live optimizer: class name, names of its parameters, and the object that replays its steps."""
         self._live: dict[str, torch.Tensor] = {}
         if not isinstance(model, nn.Module):
             return
@@ -29,9 +30,9 @@ class OptimizersAtHand:
             names = frozenset(name for name, _ in view.params)
             self._partial.append((view.class_name, names, PartialOptimizer.of(view.optimizer)))
 
-    def of(self, updates: Sequence[ConsumedUpdate]) -> dict[int, PartialOptimizer]:
-        """Return number of an optimizer, as these updates have it -> what makes its steps. The live optimizer of the
-        same class that has most of the parameters is taken; if there is none, the class of ``torch.optim``.
+    def for_updates(self, updates: Sequence[ConsumedUpdate]) -> dict[int, PartialOptimizer]:
+        """Return index of an optimizer in these updates -> the object that replays its steps: the live optimizer of the
+        same class that has most of the parameters; if there is none, the class of ``torch.optim``.
 
         Raises ``UnsupportedError`` if an update was made by another class, and no live optimizer is of it."""
         found: dict[int, PartialOptimizer] = {}

@@ -44,8 +44,8 @@ def commit_copy(
     ``checkpoint_id``: of the copy. ``state``: its small state. ``advance`` is called with the number of bytes of each
     batch. ``source``: has the tensors; None: ``stored``. Raises ``DamagedError``."""
     writer.incarnation = checkpoint_id.incarnation
-    numbers = {name: writer.numbers[name] for name in stored.entries}
-    pending = begin_copy(writer, stored, numbers, state, advance=advance, source=source)
+    record_numbers = {name: writer.numbers[name] for name in stored.entries}
+    pending = copy_uncommitted(writer, stored, record_numbers, state, advance=advance, source=source)
     commit(pending)
     return pending
 
@@ -59,21 +59,23 @@ def commit(pending: Pending) -> None:
         pending.job.abandon()
 
 
-def begin_copy(
+def copy_uncommitted(
     writer: PoolWriter,
     stored: Saved,
-    numbers: dict[str, int],
+    record_numbers: dict[str, int],
     state: bytes,
     held: frozenset[int] = frozenset(),
     *,
     advance: Callable[[int], None] = lambda _: None,
     source: Source | None = None,
 ) -> Pending:
-    """Copy the tensors of a checkpoint into a slot of a new pool file, and return what has to be released to commit
-    the copy. The tensors are read and copied in batches, so that they need little memory. Raises ``DamagedError``.
+    """Copy the tensors of a checkpoint into a slot of a new pool file, and return the pending checkpoint, whose job
+    must be released to commit it. The tensors are read and copied in batches, so that they need little memory. Raises
+    ``DamagedError``.
 
-    ``numbers``: name -> record number in that file, of each tensor of the checkpoint. ``state``: the small state of the
-    copy. ``held``: indexes of slots that must not be overwritten. ``advance``, ``source``: as for ``commit_copy``."""
+    ``record_numbers``: name -> record number in that file, of each tensor of the checkpoint. ``state``: the small state
+    of the copy. ``held``: indexes of slots that must not be overwritten. ``advance``, ``source``: as for
+    ``commit_copy``."""
     slot = writer.slot_for_copy(stored.step, held)
     assert slot is not None, "a new pool has room for each checkpoint that is copied into it"
 
@@ -82,25 +84,28 @@ def begin_copy(
             yield load_tensors(source or stored, names)
             advance(sum(stored.entries[name].nbytes for name in names))
 
-    return begin_batches(writer, slot, copied_plan(stored.step, stored.iteration, numbers, state), numbers, batches())
+    return copy_batches(
+        writer, slot, copied_plan(stored.step, stored.iteration, record_numbers, state), record_numbers, batches()
+    )
 
 
-def begin_batches(
+def copy_batches(
     writer: PoolWriter,
     slot: Slot,
     plan: CopyPlan,
-    numbers: Mapping[str, int],
+    record_numbers: Mapping[str, int],
     batches: Iterable[Mapping[str, torch.Tensor]],
 ) -> Pending:
-    """Copy tensors into a slot, batch by batch, and return what has to be released to commit the checkpoint.
+    """Copy tensors into a slot, batch by batch, and return the pending checkpoint, whose job must be released to
+    commit it.
 
-    ``plan``: what ``copied_plan`` returned. ``numbers``: name -> record number of each tensor. ``batches``: name ->
-    tensor in host memory, with the strides of its entry; one batch after the other, which together have every tensor
-    with bytes. The next batch is asked for when the one before is in the slot. If a batch raises, the slot is freed."""
+    ``plan``: what ``copied_plan`` returned. ``record_numbers``: name -> record number of each tensor. ``batches``: each
+    is name -> tensor in host memory, with the strides of its entry; together they have every tensor with bytes. The
+    next batch is asked for when the one before is in the slot. If a batch raises, the slot is freed."""
     reservation = writer.reservation(slot)
     try:
         for batch in batches:
-            _copy_batch(reservation, numbers, batch)
+            _copy_batch(reservation, record_numbers, batch)
             del batch  # only one batch is in memory at a time
         return writer.begin(plan, slot, None, reservation)
     except BaseException:
@@ -110,9 +115,9 @@ def begin_batches(
 
 
 def state_for_copy(stored: Saved) -> dict[str, object]:
-    """Return the small state for a copy of a checkpoint: that of the checkpoint, without what is of use only beside its
-    gradients, which are not copied. If the updates that led to it may have given other bits when they were made again,
-    it says so."""
+    """Return the small state for a copy of a checkpoint: the checkpoint's own, without the keys that belong to its
+    gradient records, which are not copied. It has ``NOT_EXACT_KEY`` if the replay of the updates may have given other
+    bits than the training."""
     state = {key: value for key, value in unpack_dict(stored.state).items() if key not in (UPDATE_KEY, BASE_EVERY_KEY)}
     if isinstance(stored, ReplayedCheckpoint) and stored.not_exact:
         state[NOT_EXACT_KEY] = stored.not_exact
@@ -120,8 +125,8 @@ def state_for_copy(stored: Saved) -> dict[str, object]:
 
 
 def small_state_of_new_pool(stored: Saved) -> bytes:
-    """Return the small state for a copy in a pool of its own: also without the number of a checkpoint of the old
-    pool."""
+    """Return the small state for a copy in a pool of its own: also without ``stale_after``, which is a generation of
+    the old pool."""
     return values.pack(state_for_copy(stored) | {"stale_after": None}, path="state")
 
 
@@ -139,10 +144,10 @@ def pool_with_copy(
     """Make a pool that holds a copy of a checkpoint alone: each tensor whole, in a slot. It is durable, and not
     published yet. Returns its container, and its writer, which closes both.
 
-    ``kind``, ``path``: of the new pool. ``reader``: of the pool that ``stored`` lies in. ``generation``: of the copy;
-    None: the first one. ``advance``: as for ``commit_copy``. ``source``: has the tensors, all of which were read
-    before; None: they are read from ``stored``. Raises ``DamagedError`` if a block of the checkpoint cannot be used, or
-    was overwritten while it was read, and what ``Backend.create`` raises."""
+    ``kind``, ``path``: backend and path of the new pool. ``reader``: reads the pool in which ``stored`` lies.
+    ``generation``: that of the copy; None: the first one. ``advance``: as for ``commit_copy``. ``source``: has the
+    tensors, all of which were read before; None: they are read from ``stored``. Raises ``DamagedError`` if a block of
+    the checkpoint cannot be used, or was overwritten while it was read, and what ``Backend.create`` raises."""
     following = reader.next_batches(stored.record)
     _refuse_reused(stored)
     entries = [entry._replace(place=SLOT_PLACE) for entry in stored.entries.values()]
@@ -168,9 +173,9 @@ def _refuse_reused(stored: Saved) -> None:
         raise DamagedError("its slot was reused while it was read")
 
 
-def copied_plan(step: int, iteration: int, numbers: Mapping[str, int], state: bytes) -> CopyPlan:
-    """Return a plan in which all tensors are copied already. ``numbers``: as for ``begin_batches``. ``state``: the
-    small state."""
+def copied_plan(step: int, iteration: int, record_numbers: Mapping[str, int], state: bytes) -> CopyPlan:
+    """Return a plan in which all tensors are copied already. ``record_numbers``: as for ``copy_batches``. ``state``:
+    the small state."""
     return CopyPlan(
         step=step,
         iteration=iteration,
@@ -178,15 +183,17 @@ def copied_plan(step: int, iteration: int, numbers: Mapping[str, int], state: by
         sources=np.array([], np.uint64),
         at_boundary=np.array([], np.bool_),
         unchanged=np.array([], np.int64),
-        recorded_only=_numbers(numbers, numbers),
-        n_tensors=len(numbers),
+        recorded_only=_as_array(record_numbers, record_numbers),
+        n_tensors=len(record_numbers),
         state=state,
     )
 
 
-def _copy_batch(reservation: Reservation, numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+def _copy_batch(
+    reservation: Reservation, record_numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]
+) -> None:
     addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
-    is_begun = reservation.copy(_numbers(numbers, tensors), addresses, tensors)
+    is_begun = reservation.copy(_as_array(record_numbers, tensors), addresses, tensors)
     assert is_begun, "no other checkpoint is in flight"
     reservation.end_parts()
 
@@ -206,5 +213,5 @@ def names_of_batches(nbytes: Mapping[str, int]) -> Iterator[list[str]]:
         yield batch
 
 
-def _numbers(numbers: Mapping[str, int], names: Collection[str]) -> npt.NDArray[np.int64]:
-    return np.array([numbers[name] for name in names], np.int64)
+def _as_array(record_numbers: Mapping[str, int], names: Collection[str]) -> npt.NDArray[np.int64]:
+    return np.array([record_numbers[name] for name in names], np.int64)

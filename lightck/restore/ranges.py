@@ -25,7 +25,8 @@ from lightck.state.local_tensors import is_dtensor
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of a tensor that a pool holds. All numbers are elements of the whole tensor, one for each dimension."""
+    """A box of a tensor that a pool holds. ``start`` and ``size`` count elements of the whole tensor, one number for
+    each dimension."""
 
     rank: int | None
     """The rank whose pool it is; None for the pool of a single process."""
@@ -63,16 +64,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RangeReader:
-    """Reads tensors of one checkpoint, and parts of them, from open pools, verified. ``opened``: the open pools. The
-    reader closes them in ``close``, or when the reader itself is garbage-collected."""
+    """Reads tensors of one checkpoint, and parts of them, from open pools, verified. ``open_pools``: the stack
+    that closes these pools. The reader closes it in ``close``, or when the reader itself is garbage-collected."""
 
-    def __init__(self, opened: ExitStack, logical: LogicalCheckpoint) -> None:
+    def __init__(self, open_pools: ExitStack, logical: LogicalCheckpoint) -> None:
         self._relocated = Relocated(logical, {})
-        self._close = weakref.finalize(self, opened.close)
+        self._close = weakref.finalize(self, open_pools.close)
 
     def box(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a tensor into ``out`` (None: into a new tensor), and return it. ``out`` has gone through
-        ``takes_bytes``."""
+        ``can_read_into``."""
         only_box = self._relocated.only_box(name, box)
         target = empty_for(only_box.entries[name], "cpu") if out is None else out
         with self._errors(f"The tensor {name!r}"):
@@ -175,8 +176,9 @@ def refuse_unfit_out(out: torch.Tensor | None, dtype: torch.dtype, size: Ints) -
         )
 
 
-def takes_bytes(out: torch.Tensor) -> bool:
-    """Whether the elements of a tensor can be stored into its memory as they lie in a pool, one after the other."""
+def can_read_into(out: torch.Tensor) -> bool:
+    """Whether bytes of a pool can be read straight into the memory of this tensor: it lies on the CPU, is contiguous,
+    and is no subclass, no lazy view and no inference tensor."""
     is_plain = type(out) in _PLAIN and out.is_cpu and out.is_contiguous()
     return is_plain and not (out.is_conj() or out.is_neg() or out.is_inference())
 

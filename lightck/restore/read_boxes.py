@@ -55,12 +55,12 @@ class Destination:
     """In elements."""
 
 
-class Frame(NamedTuple):
-    """A piece of a stored tensor that is held flat (in one dimension): a run of its elements, which is read as a tensor
-    of its own, in C order."""
+class FlatPiece(NamedTuple):
+    """A contiguous range of elements of a stored tensor that is held flat (in one dimension). It is read as a tensor of
+    its own, with this shape and in C order."""
 
     first: int
-    """Its first element in the stored tensor."""
+    """Index of its first element in the stored tensor."""
     shape: Ints
 
 
@@ -68,35 +68,35 @@ class BoxRead(NamedTuple):
     """One box to read."""
 
     name: str
-    """Entry of the stored tensor."""
+    """Name of the stored tensor's entry."""
     source: Box
-    """Of the stored tensor; of the frame, if there is one."""
+    """The box of the stored tensor that is read; a box of the flat piece, if there is one."""
     destination: Box
-    """Of the tensor in memory; of the size of ``source``."""
+    """The box of the tensor in memory that is filled; it has the same size as ``source``."""
     into: Destination
-    frame: Frame | None = None
+    flat_piece: FlatPiece | None = None
 
 
-class _Stored(NamedTuple):
-    """A stored tensor, or a frame of it."""
+class _StoredTensor(NamedTuple):
+    """A stored tensor, or a flat piece of it."""
 
     name: str
     shape: Ints
     stride: Ints
-    item: int
+    itemsize: int
     """Bytes of an element."""
     nbytes: int
-    """Of the whole stored tensor."""
+    """Bytes of the whole stored tensor."""
     first: int
-    """Its first element in the stored tensor."""
+    """Index of the piece's first element in the stored tensor; 0 if this is the whole tensor."""
 
     @classmethod
-    def of(cls, entry: Entry, frame: Frame | None) -> _Stored:
-        item = ITEM_NBYTES[entry.dtype]
-        if frame is None:
-            return cls(entry.name, entry.shape, entry.stride, item, entry.nbytes, 0)
-        stride = tuple(math.prod(frame.shape[dim + 1 :]) for dim in range(len(frame.shape)))
-        return cls(entry.name, frame.shape, stride, item, entry.nbytes, frame.first)
+    def of(cls, entry: Entry, flat_piece: FlatPiece | None) -> _StoredTensor:
+        itemsize = ITEM_NBYTES[entry.dtype]
+        if flat_piece is None:
+            return cls(entry.name, entry.shape, entry.stride, itemsize, entry.nbytes, 0)
+        stride = tuple(math.prod(flat_piece.shape[dim + 1 :]) for dim in range(len(flat_piece.shape)))
+        return cls(entry.name, flat_piece.shape, stride, itemsize, entry.nbytes, flat_piece.first)
 
 
 def read_boxes(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> None:
@@ -117,18 +117,18 @@ def read_boxes(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> None:
 def blocks_of(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> list[tuple[str, int, int]]:
     """Return the blocks that ``read_boxes`` reads: name, number of the first block, number of bytes."""
     plan = _plan_of(stored, reads)
-    buffered = [(one.entry.name, one.first_block, one.nbytes) for one in plan.buffered]
+    buffered = [(one.tensor.name, one.first_block, one.nbytes) for one in plan.buffered]
     return [*(place[:3] for place in plan.straight), *buffered]
 
 
 def _plan_of(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
     plan = _Plan(stored)
-    of_tensor: dict[tuple[str, Frame | None], list[BoxRead]] = {}
+    of_tensor: dict[tuple[str, FlatPiece | None], list[BoxRead]] = {}
     for read in reads:
         if math.prod(read.source.size):
-            of_tensor.setdefault((read.name, read.frame), []).append(read)
-    for (name, frame), boxes in of_tensor.items():
-        plan.add(_Stored.of(stored.entries[name], frame), boxes)
+            of_tensor.setdefault((read.name, read.flat_piece), []).append(read)
+    for (name, flat_piece), boxes in of_tensor.items():
+        plan.add(_StoredTensor.of(stored.entries[name], flat_piece), boxes)
     return plan
 
 
@@ -136,7 +136,7 @@ def _plan_of(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
 class _Buffered:
     """A run of whole blocks of a stored tensor that is read into a buffer, and what is copied from there."""
 
-    entry: _Stored
+    tensor: _StoredTensor
     first_block: int
     nbytes: int
     reads: list[BoxRead]
@@ -155,52 +155,52 @@ class _Plan:
     """Arguments of ``StoredCheckpoint.read_blocks``."""
     buffered: list[_Buffered] = field(default_factory=list)
 
-    def add(self, entry: _Stored, reads: Sequence[BoxRead]) -> None:
+    def add(self, tensor: _StoredTensor, reads: Sequence[BoxRead]) -> None:
         """Add the boxes of one stored tensor."""
         scattered: list[BoxRead] = []
         for read in reads:
-            run = _as_run(entry, read)
+            run = _as_run(tensor, read)
             if run is None:
                 scattered.append(read)
             else:
-                self._add_run(entry, read, *run)
+                self._add_run(tensor, read, *run)
         if scattered:
-            self._add_scattered(entry, scattered)
+            self._add_scattered(tensor, scattered)
 
-    def _add_run(self, entry: _Stored, read: BoxRead, start: int, n: int, address: int) -> None:
+    def _add_run(self, tensor: _StoredTensor, read: BoxRead, start: int, n: int, address: int) -> None:
         """Add a box that is a run of ``n`` elements, from element ``start`` of the tensor on. ``address``: where it
         begins in memory."""
-        item, block = entry.item, self.stored.block_nbytes
-        low, high = (entry.first + start) * item, (entry.first + start + n) * item
+        itemsize, block = tensor.itemsize, self.stored.block_nbytes
+        low, high = (tensor.first + start) * itemsize, (tensor.first + start + n) * itemsize
         first = -(-low // block)  # number of the first whole block
-        begin, end = first * block, entry.nbytes if high == entry.nbytes else high // block * block
+        begin, end = first * block, tensor.nbytes if high == tensor.nbytes else high // block * block
         if end <= begin:  # no whole block
-            self._add_buffered(entry, [read], start, start + n)
+            self._add_buffered(tensor, [read], start, start + n)
             return
-        self.straight.append((entry.name, first, end - begin, address + begin - low))
+        self.straight.append((tensor.name, first, end - begin, address + begin - low))
         if low < begin:
-            self._add_buffered(entry, [read], start, begin // item - entry.first)
+            self._add_buffered(tensor, [read], start, begin // itemsize - tensor.first)
         if end < high:
-            self._add_buffered(entry, [read], end // item - entry.first, start + n)
+            self._add_buffered(tensor, [read], end // itemsize - tensor.first, start + n)
 
-    def _add_scattered(self, entry: _Stored, reads: list[BoxRead]) -> None:
+    def _add_scattered(self, tensor: _StoredTensor, reads: list[BoxRead]) -> None:
         """Add boxes that are no runs. Blocks that no box needs are not read."""
-        item, block = entry.item, self.stored.block_nbytes
+        itemsize, block = tensor.itemsize, self.stored.block_nbytes
         # The blocks are read in runs of a quarter of a batch, or of one block if that is larger.
-        n_elements = max(block, _BATCH_NBYTES // 4 // block * block) // item
-        spans = [_span(entry, read.source) for read in reads]
+        n_elements = max(block, _BATCH_NBYTES // 4 // block * block) // itemsize
+        spans = [_span(tensor, read.source) for read in reads]
         low, high = min(a for a, _ in spans), max(b for _, b in spans)
-        first = (entry.first + low) // n_elements * n_elements - entry.first
+        first = (tensor.first + low) // n_elements * n_elements - tensor.first
         for start in range(first, high, n_elements):
             inside = [read for read, (a, b) in zip(reads, spans, strict=True) if a < start + n_elements and start < b]
             if inside:
-                self._add_buffered(entry, inside, max(start, low), min(start + n_elements, high))
+                self._add_buffered(tensor, inside, max(start, low), min(start + n_elements, high))
 
-    def _add_buffered(self, entry: _Stored, reads: list[BoxRead], start: int, stop: int) -> None:
-        item, block = entry.item, self.stored.block_nbytes
-        first = (entry.first + start) * item // block
-        end = min(-(-(entry.first + stop) * item // block) * block, entry.nbytes)
-        self.buffered.append(_Buffered(entry, first, end - first * block, reads, start, stop))
+    def _add_buffered(self, tensor: _StoredTensor, reads: list[BoxRead], start: int, stop: int) -> None:
+        itemsize, block = tensor.itemsize, self.stored.block_nbytes
+        first = (tensor.first + start) * itemsize // block
+        end = min(-(-(tensor.first + stop) * itemsize // block) * block, tensor.nbytes)
+        self.buffered.append(_Buffered(tensor, first, end - first * block, reads, start, stop))
 
     def batches(self) -> Iterator[list[_Buffered]]:
         """Yield what one thread reads at a time."""
@@ -224,7 +224,7 @@ class _Plan:
         base = buffer.ctypes.data
         self.stored.read_blocks(
             [
-                (one.entry.name, one.first_block, one.nbytes, base + start)
+                (one.tensor.name, one.first_block, one.nbytes, base + start)
                 for one, start in zip(batch, starts, strict=False)
             ]
         )
@@ -234,11 +234,11 @@ class _Plan:
 
 def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
     """Copy what is needed of the verified bytes of some blocks."""
-    item = one.entry.item
-    elements = bytes_.view(_DTYPES[item])
-    order = _order(one.entry.shape, one.entry.stride)
-    shape = _ordered(one.entry.shape, order)
-    at = one.first_block * block // item - one.entry.first  # the element with which the buffer begins
+    itemsize = one.tensor.itemsize
+    elements = bytes_.view(_DTYPES[itemsize])
+    order = _order(one.tensor.shape, one.tensor.stride)
+    shape = _ordered(one.tensor.shape, order)
+    at = one.first_block * block // itemsize - one.tensor.first  # the element with which the buffer begins
     for box in flat_boxes(shape, one.start, one.stop):
         begin = _flat(shape, box.start)
         run = elements[begin - at : begin - at + math.prod(box.size)].reshape(box.size)
@@ -255,21 +255,21 @@ def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
                 common.size,
             )
             inside = Box(tuple(a - b for a, b in zip(common.start, box.start, strict=True)), common.size)
-            _array_of(read.into, item).transpose(order)[_slices(destination)] = run[_slices(inside)]
+            _array_of(read.into, itemsize).transpose(order)[_slices(destination)] = run[_slices(inside)]
 
 
-def _as_run(entry: _Stored, read: BoxRead) -> tuple[int, int, int] | None:
+def _as_run(tensor: _StoredTensor, read: BoxRead) -> tuple[int, int, int] | None:
     """Return first element, number of elements and address of a box whose bytes are one run in the stored tensor and
     one run, in the same order, in memory. None for any other box."""
     into, size = read.into, read.source.size
-    order = _order(entry.shape, entry.stride)
-    if not _is_run(entry.shape, size, order):
+    order = _order(tensor.shape, tensor.stride)
+    if not _is_run(tensor.shape, size, order):
         return None
     if _order(into.shape, into.stride) != order or not _is_run(into.shape, size, order):
         return None
-    start = _flat(_ordered(entry.shape, order), _ordered(read.source.start, order))
+    start = _flat(_ordered(tensor.shape, order), _ordered(read.source.start, order))
     to = _flat(_ordered(into.shape, order), _ordered(read.destination.start, order))
-    return start, math.prod(size), into.address + to * entry.item
+    return start, math.prod(size), into.address + to * tensor.itemsize
 
 
 @lru_cache(1 << 12)
@@ -303,10 +303,10 @@ def _flat(shape: Sequence[int], start: Sequence[int]) -> int:
     return number
 
 
-def _span(entry: _Stored, box: Box) -> tuple[int, int]:
+def _span(tensor: _StoredTensor, box: Box) -> tuple[int, int]:
     """Return the range of elements, in the order of the bytes, from the first to the last element of a box."""
-    order = _order(entry.shape, entry.stride)
-    shape = _ordered(entry.shape, order)
+    order = _order(tensor.shape, tensor.stride)
+    shape = _ordered(tensor.shape, order)
     first = _ordered(box.start, order)
     last = tuple(at + n - 1 for at, n in zip(first, _ordered(box.size, order), strict=True))
     return _flat(shape, first), _flat(shape, last) + 1
@@ -316,9 +316,9 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(at, at + n) for at, n in zip(*box, strict=True))
 
 
-def _array_of(into: Destination, item: int) -> _Array:
+def _array_of(into: Destination, itemsize: int) -> _Array:
     """Return a tensor in memory as an array."""
     n = math.prod(into.shape)
-    memory: Any = (ctypes.c_ubyte * (n * item)).from_address(into.address)
-    flat = np.frombuffer(memory, _DTYPES[item], n)
-    return np.lib.stride_tricks.as_strided(flat, into.shape, tuple(item * stride for stride in into.stride))
+    memory: Any = (ctypes.c_ubyte * (n * itemsize)).from_address(into.address)
+    flat = np.frombuffer(memory, _DTYPES[itemsize], n)
+    return np.lib.stride_tricks.as_strided(flat, into.shape, tuple(itemsize * stride for stride in into.stride))

@@ -2,10 +2,10 @@
 
 Optimizers and objects are read again after the restore, because ``load_state_dict`` is the user's code, and
 ``optimizer.state`` may be a property that makes a new dict at each access. An object that ignored its saved state
-raises an error. An object whose values differ from the saved ones is named in a warning. These are no differences: the
-order of keys, additional keys of an object in ``state``, a list instead of a tuple, another number type or dtype with
-the same values, values that change at each access (clocks). DataLoaders are not read, because some draw random numbers
-in ``state_dict()``.
+raises an error. An object whose values differ from the saved ones is named in a warning. The following do not count as
+differences: the order of keys, additional keys of an object in ``state``, a list instead of a tuple, another number
+type or dtype with the same values, values that change at each access (clocks). DataLoaders are not read, because some
+draw random numbers in ``state_dict()``.
 """
 
 from __future__ import annotations

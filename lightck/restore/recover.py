@@ -3,7 +3,8 @@ pool.
 
 Checkpoints are tried from newest to oldest. If a block does not match its checksum, the next older checkpoint is
 restored over the same tensors. If no checkpoint verifies, recovery raises. If it has written to tensors of the model by
-then, it also sets all floating-point parameters of the model to NaN, so that nobody trains on a mix of two checkpoints.
+then, it also writes NaN into the floating-point and complex tensors among the model's parameters and among what it has
+written to, so that nobody trains on a mix of two checkpoints.
 """
 
 from __future__ import annotations
@@ -94,13 +95,14 @@ def recover_from(
 
 def recover_lazily(opening: Callable[[], PoolReader], step: int | None) -> Checkpoint:
     """``lightck.recover`` with ``lazy=True`` for one pool. ``opening``: opens it."""
+    open_pools = ExitStack()
     with ExitStack() as stack:
         reader = opening()
         stack.callback(reader.close)
 
         def take(stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
             assert isinstance(stored, StoredCheckpoint), "open_pool has refused a pool with gradient records"
-            ranges = RangeReader(opened, LogicalCheckpoint([stored]))
+            ranges = RangeReader(open_pools, LogicalCheckpoint([stored]))
             return Checkpoint(
                 contents,
                 ranges.all,
@@ -112,9 +114,8 @@ def recover_lazily(opening: Callable[[], PoolReader], step: int | None) -> Check
                 ranges,
             )
 
-        opened = ExitStack()
-        checkpoint = take_newest(reader, step, take, opened=stack)
-        opened.push(stack.pop_all())
+        checkpoint = take_newest(reader, step, take, keep_open=stack)
+        open_pools.push(stack.pop_all())
         return checkpoint
 
 
@@ -123,12 +124,12 @@ def take_newest(
     step: int | None,
     take: Callable[[Saved, Contents, list[RejectedCheckpoint]], T],
     optimizers: OptimizersAtHand | None = None,
-    opened: ExitStack | None = None,
+    keep_open: ExitStack | None = None,
 ) -> T:
     """Call ``take`` for one checkpoint after the other, from newest to oldest, until a call raises no ``DamagedError``,
     and return the result of that call. ``step``: try the checkpoints of this step only. ``take`` gets the checkpoint,
-    its contents and the checkpoints that were rejected before. ``optimizers``: as in ``checkpoints_of``. ``opened``:
-    holds the checkpoint's slot from now on; None: it is held only while ``take`` runs.
+    its contents and the checkpoints that were rejected before. ``optimizers``: as in ``checkpoints_of``. ``keep_open``:
+    gets the hold of the checkpoint's slot; None: the slot is held only while ``take`` runs.
 
     A training may reuse a slot while the slot is read. So, if no checkpoint could be used and new commit records have
     appeared, all checkpoints are tried again. Raises ``PoolLockedError`` after ``_ATTEMPTS`` attempts, and
@@ -138,6 +139,7 @@ def take_newest(
     refuse_part(reader)
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
+        # Without ``step`` each newer checkpoint is visited below, and adds what it says about older ones.
         stale = StaleCheckpoints() if step is None else StaleCheckpoints.of_pool(reader, checkpoints_of(reader))
         for stored in checkpoints_of(reader, step, optimizers):
             if isinstance(stored, RejectedCheckpoint):
@@ -159,8 +161,8 @@ def take_newest(
                     rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
                     continue
                 if stored.owns_slot():
-                    if opened is not None:
-                        opened.push(holds.pop_all())
+                    if keep_open is not None:
+                        keep_open.push(holds.pop_all())
                     return taken
             rejected.append(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
@@ -238,7 +240,7 @@ def _load(
 
 def _read_again(path: str, uuid: bytes, record: CommitRecord, optimizers: OptimizersAtHand | None) -> MemorySource:
     """Read the tensors of a checkpoint that was restored in place, from the pool into memory. ``optimizers``: given if
-    updates must be made again. Raises ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
+    updates must be replayed. Raises ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
     if os.path.isdir(path):
         raise NoCheckpointError(
             f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "
@@ -289,7 +291,7 @@ def restore_newest(
 class LiveRestore:
     """Restores one checkpoint after the other into live objects, until one of them verifies. The arguments are those of
     ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts.
-    ``layout``: which parts the plain tensors are."""
+    ``layout``: says which part of its logical tensor each tensor is that is no DTensor."""
 
     def __init__(
         self,
@@ -343,7 +345,7 @@ class LiveRestore:
 
     @contextmanager
     def poisons_on_error(self) -> Iterator[None]:
-        """If the block raises after live tensors were written, set the parameters of the model to NaN."""
+        """If the block raises after live tensors were written, make the model unusable (``poison``)."""
         try:
             yield
         except BaseException as err:

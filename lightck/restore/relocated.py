@@ -4,11 +4,12 @@ A rank of any other world, or a single process, needs other parts of the tensors
 ``Relocated`` is a ``Source``: it has the entries that a rank with given parts would have saved, and reads their bytes
 from the pools of the old world, verified block by block.
 
-A tensor that several ranks hold whole is taken from the first of them. If a block is damaged there, it is taken from
-another one. Padding (elements of a local tensor that belong to no piece) is zero, unless a rank of the old world held
-the same part: then the padding is taken with it. Optimizer state with the shape of its parameter is cut as its
-parameter is. Other optimizer state must not depend on which part of its parameter a rank holds (a step count, for
-example, does not).
+Of several pools that hold the same bytes, one is read: pools on this host come first, and each rank begins with another
+one of them. A buffer that is whole is read from the rank whose small state counts. If a block is damaged in a pool, it
+is taken from another one. Padding (elements of a local tensor that belong to no piece) is zero, unless a rank of the
+old world held the same part: then the padding is taken with it. Optimizer state with the shape of its parameter is cut
+as its parameter is. Other optimizer state must not depend on which part of its parameter a rank holds (a step count,
+for example, does not).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.averages import mean_of
 from lightck.restore.contents import empty_for, load_tensor
 from lightck.restore.logical import (
-    REPLICATED,
+    ROLES_THAT_MUST_AGREE,
     Holder,
     LogicalCheckpoint,
     has_padding,
-    refuse_shape_per_rank,
+    refuse_shard_dependent_state,
     uncovered_box,
     whole_pieces,
 )
@@ -58,11 +59,11 @@ class Relocated:
     parts: Mapping[str, Part]
     """Name of a parameter or buffer -> the part of it that the rank holds. All others are whole."""
     rank: int = 0
-    """The rank that reads. It decides from which holder of the same bytes is read first, so that ranks do not all read
+    """The rank that reads. It selects the holder of the same bytes that is tried first, so that ranks do not all read
     from one pool."""
     entries: dict[str, Entry] = field(init=False)
     damaged_pools: set[int] = field(default_factory=set)
-    """Positions, in ``of_ranks``, of pools in which a damaged block was found. Nothing is read from them any more."""
+    """Indexes, in ``of_ranks``, of pools in which a damaged block was found. Nothing is read from them any more."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
     held: HeldNames | None = None
@@ -71,11 +72,11 @@ class Relocated:
     """Name of a tied tensor of the live model -> the name under which its bytes are saved. For a checkpoint of stages,
     which may know only one of the two."""
     own_place: int | None = None
-    """The place whose values are taken of tensors that are averaged; None: their mean."""
+    """The place in the layout whose values to take for averaged tensors; None: take the mean of all places."""
     _state: bytes | None = None
     """The small state, if it is not that of one rank."""
     _only: frozenset[int] | None = None
-    """Positions, in ``of_ranks``, of the pools from which tensors are read; None: all."""
+    """Indexes, in ``of_ranks``, of the pools from which tensors are read; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
@@ -95,7 +96,7 @@ class Relocated:
         saved = next((one.entry for one in self.logical.holders.get(name, ()) if one.entry.pieces is not None), None)
         if entry.role == "optimizer" and entry.shape and entry.shape != self._shape_of(param):
             if part is not None or saved is not None or self._was_part(param):
-                refuse_shape_per_rank(name, entry.role)
+                refuse_shard_dependent_state(name, entry.role)
             return entry
         if entry.role == "state" and saved is not None:
             raise UnsupportedError(
@@ -125,31 +126,31 @@ class Relocated:
 
     def with_shares(self, shares: Shares) -> Relocated:
         """Return the checkpoint that a rank with these shares would have saved."""
-        found = copy(self)
-        found.entries = shares.applied_to_copies(self.entries)
-        return found
+        clone = copy(self)
+        clone.entries = shares.applied_to_copies(self.entries)
+        return clone
 
     def alone(self, name: str) -> Relocated:
         """Return this checkpoint with one tensor only, and with no pool known as damaged. A buffer may differ between
         ranks, so it is read from one rank only: a box from another rank would not fit the boxes that were read
         before."""
-        found = copy(self)
-        found.entries, found.damaged_pools = {name: self.logical.entries[name]}, set()
-        found.falls_back = found.entries[name].role in REPLICATED
-        return found
+        clone = copy(self)
+        clone.entries, clone.damaged_pools = {name: self.logical.entries[name]}, set()
+        clone.falls_back = clone.entries[name].role in ROLES_THAT_MUST_AGREE
+        return clone
 
     def only_box(self, name: str, box: Box) -> Relocated:
-        """Return what ``alone`` does, with nothing but a box of the tensor, as a contiguous tensor."""
-        found, size = self.alone(name), box.size
-        entry = found.entries[name]
-        found.entries[name] = entry._replace(
+        """As ``alone``, with the tensor reduced to one box of it, as a contiguous tensor."""
+        clone, size = self.alone(name), box.size
+        entry = clone.entries[name]
+        clone.entries[name] = entry._replace(
             shape=size,
             stride=contiguous_stride(size),
             nbytes=math.prod(size) * ITEM_NBYTES[entry.dtype],
             logical_shape=entry.shape,
             pieces=() if 0 in size else (Piece(box.start, size, (0,) * len(size)),),
         )
-        return found
+        return clone
 
     # -- as a checkpoint ---------------------------------------------------------------------------------
 
@@ -159,17 +160,17 @@ class Relocated:
 
     @property
     def iteration(self) -> int:
-        return self.logical.own.iteration
+        return self.logical.state_checkpoint.iteration
 
     @property
     def state(self) -> bytes:
         if self._state is None and (self.logical.is_of_stages or self.held is not None):
-            self._state = merged_state(self.logical.of_ranks, self.logical.own, self.held)
-        return self.logical.own.state if self._state is None else self._state
+            self._state = merged_state(self.logical.of_ranks, self.logical.state_checkpoint, self.held)
+        return self.logical.state_checkpoint.state if self._state is None else self._state
 
     @property
     def record(self) -> CommitRecord:
-        return self.logical.own.record
+        return self.logical.state_checkpoint.record
 
     @property
     def path(self) -> str:
@@ -202,7 +203,7 @@ class Relocated:
                 return
             self._avoid(*damaged, [name for name, _ in places])
 
-    def want_far_blocks(self) -> None:
+    def want_remote_blocks(self) -> None:
         """Record, in the partial copies of pools on other hosts, the missing blocks that all tensors need. Raises
         ``DamagedError`` as ``read_many`` does."""
         names = [name for name, entry in self.entries.items() if entry.nbytes]
@@ -211,7 +212,7 @@ class Relocated:
             names = [name for name in names if name not in self.logical.averaged]
             for name in averaged:
                 for positions in self._places_that_count(name):
-                    self._from_pools(positions, name).want_far_blocks()
+                    self._from_pools(positions, name).want_remote_blocks()
         while True:
             wholes, boxes = self._reads([(name, 0) for name in names])
             damaged = None
@@ -233,8 +234,8 @@ class Relocated:
             self._avoid(*damaged, names)
 
     def _avoid(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
-        """Read from now on no tensor from a pool with a damaged block. Raises ``error`` if the other pools do not hold
-        all of these tensors; or if they hold other bytes of a tensor whose bytes in this pool are the ones to load."""
+        """From now on read no tensor from this pool, which has a damaged block. Raises ``error`` if the other pools do
+        not hold all of these tensors, or if this pool is the only right source of a tensor (``_only_sources``)."""
         if not self.falls_back or position in self._only_sources():
             raise error
         self.damaged_pools.add(position)
@@ -264,16 +265,16 @@ class Relocated:
 
     def _from_pools(self, positions: Iterable[int], name: str) -> Relocated:
         """Return this checkpoint with one tensor only, which is read from these pools."""
-        found = copy(self)
-        found.entries, found.damaged_pools = {name: self.entries[name]}, set()
-        found._only = frozenset(positions)
-        return found
+        clone = copy(self)
+        clone.entries, clone.damaged_pools = {name: self.entries[name]}, set()
+        clone._only = frozenset(positions)
+        return clone
 
     def _reads(
         self, places: Sequence[tuple[str, int]]
     ) -> tuple[dict[int, list[tuple[str, int]]], dict[int, list[BoxRead]]]:
-        """Return, for each pool, the tensors that are read as they were saved, and the boxes. (With the address 0 for
-        each tensor nothing can be read, but the same blocks are named.)"""
+        """Return, for each pool, the tensors that are read as they were saved, and the boxes. With the address 0 for
+        each tensor the result only lists what would be read (``want_remote_blocks``)."""
         wholes: dict[int, list[tuple[str, int]]] = {}
         boxes: dict[int, list[BoxRead]] = {}
         for name, address in places:
@@ -281,27 +282,28 @@ class Relocated:
             if not entry.nbytes:
                 continue
             holders = self._holders(name)
-            same = next((one for one in holders if _is_same_part(holders[one].entry, entry)), None)
-            has_near = not all(one.is_far for one in holders.values())
-            if same is not None and holders[same].is_far and has_near and not has_padding(entry):
+            same = next((at for at, holder in holders.items() if _is_same_part(holder.entry, entry)), None)
+            has_local = not all(holder.is_remote for holder in holders.values())
+            if same is not None and holders[same].is_remote and has_local and not has_padding(entry):
                 same = None  # pools on this host have some of it, so not all of it must be fetched
             if same is not None:
                 wholes.setdefault(same, []).append((holders[same].name, address))
                 continue
             if address and has_padding(entry):
                 ctypes.memset(address, 0, entry.nbytes)
-            views = [(at, *view) for at, one in holders.items() for view in one.views]
-            pieces = tuple(held for _, _, held in views)
+            readable = [(at, *tensor) for at, holder in holders.items() for tensor in holder.readable_tensors]
+            pieces = tuple(held for _, _, held in readable)
             shape = entry.shape if entry.logical_shape is None else entry.logical_shape
             for into, wanted in _destinations(entry, address):
-                for one in _copies(shape, wanted, pieces):
-                    at, frame, _ = views[one.holder]
+                for part in _copies(shape, wanted, pieces):
+                    at, flat_piece, _ = readable[part.holder]
                     name_there = holders[at].name
-                    boxes.setdefault(at, []).append(BoxRead(name_there, one.source, one.destination, into, frame))
+                    read = BoxRead(name_there, part.source, part.destination, into, flat_piece)
+                    boxes.setdefault(at, []).append(read)
         return wholes, boxes
 
     def _holders(self, name: str) -> dict[int, Holder]:
-        """Return position in ``of_ranks`` -> holder, of the pools that are not damaged, in the order in which they are
+        """Return index in ``of_ranks`` -> holder, of the pools that are not damaged, in the order in which they are
         tried.
 
         A tensor that is equal in all pools is read from the pools on this host first, and each rank begins with another
@@ -310,15 +312,16 @@ class Relocated:
         found = {
             one.position: one for one in self.logical.holders[name] if self._only is None or one.position in self._only
         }
-        left = [number for number in found if number not in self.damaged_pools]
+        left = [position for position in found if position not in self.damaged_pools]
         entry = self.entries[name]
-        if entry.role not in REPLICATED:
-            order = _rotated(left, 0 if entry.pieces is not None else self.logical.state_of)
+        if entry.role not in ROLES_THAT_MUST_AGREE:
+            order = _rotated(left, 0 if entry.pieces is not None else self.logical.state_position)
         else:
-            near = [number for number in left if not found[number].is_far]
-            far = [number for number in left if found[number].is_far]
-            order = _rotated(near, self.rank % max(1, len(found))) + _rotated(far, self.logical.far_first.get(name, 0))
-        return {number: found[number] for number in order}
+            local = [position for position in left if not found[position].is_remote]
+            remote = [position for position in left if found[position].is_remote]
+            first_remote = self.logical.remote_first.get(name, 0)
+            order = _rotated(local, self.rank % max(1, len(found))) + _rotated(remote, first_remote)
+        return {position: found[position] for position in order}
 
     def _read(
         self, wholes: Mapping[int, list[tuple[str, int]]], boxes: Mapping[int, list[BoxRead]]
@@ -334,9 +337,9 @@ class Relocated:
         return None
 
     def _only_sources(self) -> set[int]:
-        """Return the pools, not damaged so far, from which tensors are read that other pools hold with other bytes: a
-        buffer, or a tensor in ``state=``, of which each rank had its own."""
-        roles = {entry.role for entry in self.entries.values()} - set(REPLICATED)
+        """Return the undamaged pools that are the only right source of some tensor: of a buffer, or of a tensor in
+        ``state=``, that differs between the ranks."""
+        roles = {entry.role for entry in self.entries.values()} - set(ROLES_THAT_MUST_AGREE)
         differing = [name for name in self.logical.differing(roles) if name in self.entries] if roles else []
         return {next(iter(holders)) for name in differing if (holders := self._holders(name))}
 
@@ -358,8 +361,8 @@ def _rotated(numbers: list[int], first: int) -> list[int]:
 
 
 def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tuple[Piece, ...]]]:
-    """Yield the tensors in memory into which the local tensor at ``address`` is read, and the pieces in each: itself;
-    or, if it is flat, each of its pieces as a tensor of its own."""
+    """Yield (destination, pieces) for the local tensor at ``address``: the whole local tensor with all its pieces; or,
+    if the local tensor is flat, each piece as a destination of its own."""
     wanted = whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
     if not is_flat(wanted):
         yield Destination(address, entry.shape, entry.stride), wanted

@@ -1,10 +1,10 @@
-"""The state after update t, made from older copies of the units and from what the updates since then consumed, with the
-same bits as in the training.
+"""Replay: the state after update t, computed from older copies of the units and from what the updates since then
+consumed, with the same bits as in the training.
 
 A unit is a parameter with its optimizer state. Each unit starts at the step of its own base, and takes the updates that
 follow it, one after the other: element by element this is the computation of the training, which updates one parameter
-independently of all others. So units whose bits depend on no number of threads are replayed in parallel, with one
-intra-op thread each. All others are replayed one by one, with the number of threads of the training.
+independently of all others. So units whose bits do not depend on the number of threads are replayed in parallel, with
+one intra-op thread each. All others are replayed one by one, with the number of threads of the training.
 
 Idea: gradients as exact differential checkpoints, as in LowDiff (Yao et al., 2025), with the real optimizer instead of
 a sum of gradients.
@@ -55,7 +55,7 @@ def replay(
     Args:
         bases: the units; each has the state of its own step.
         updates: what the updates consumed. Those of every step after the oldest base up to ``to_step`` are needed.
-        optimizers: index of each optimizer -> what makes its steps.
+        optimizers: index of each optimizer -> the object that replays its steps.
         to_step: the step to reach. No base may be younger.
         check: compares a unit with what is known of it after an update. The first difference ends the replay.
         workers: how many units are replayed at the same time, where that gives the same bits; by default one for each
@@ -63,13 +63,13 @@ def replay(
         slice_numel: the number of elements of a slice; None: no slices.
 
     Raises:
-        ReplayError: an update is missing or cannot be made again, ``check`` found a difference, or this process
+        ReplayError: an update is missing or cannot be replayed, ``check`` found a difference, or this process
             flushes denormal numbers to zero. The message names the unit and the step. The units have bytes of different
             steps then.
     """
     if flushes_denormals():
         raise ReplayError(
-            "The updates cannot be made again: this process takes very small numbers for zero, and the training did "
+            "The updates cannot be replayed: this process takes very small numbers for zero, and the training did "
             "not. Call torch.set_flush_denormal(False) before the recovery."
         )
     plan = _Plan(bases, updates, optimizers, to_step, check, slice_numel)
@@ -82,8 +82,8 @@ def replay(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One step of one optimizer in one update. ``group_indexes``: name of a parameter -> the index of its group."""
+class _OptimizerCall:
+    """One call of ``optimizer.step`` in one update. ``group_indexes``: name of a parameter -> index of its group."""
 
     consumed: ConsumedStep
     optimizer: PartialOptimizer
@@ -105,7 +105,7 @@ class _Plan:
         self._to_step, self._check, self._slice_numel = to_step, check, slice_numel
         self._optimizers = optimizers
         self._updates = {update.step: update for update in updates}
-        self._parts = {step: _parts(update, optimizers) for step, update in self._updates.items()}
+        self._calls = {step: _calls(update, optimizers) for step, update in self._updates.items()}
         self.is_cancelled = threading.Event()
         younger = [base.unit.name for base in bases if base.step > to_step]
         if younger:
@@ -132,7 +132,7 @@ class _Plan:
                 self._update(base.unit, step)
             except ReplayError as error:
                 raise ReplayError(
-                    f"The update of step {step} of the parameter {base.unit.name!r} cannot be made again: {error}. An "
+                    f"The update of step {step} of the parameter {base.unit.name!r} cannot be replayed: {error}. An "
                     "older checkpoint can be restored.",
                     base.unit.name,
                     step,
@@ -149,18 +149,18 @@ class _Plan:
 
     def _update(self, unit: Unit, step: int) -> None:
         threads = self._updates[step].threads
-        for part in self._parts[step]:
-            group_index = part.group_indexes.get(unit.name)
+        for call in self._calls[step]:
+            group_index = call.group_indexes.get(unit.name)
             if group_index is not None:
                 update_unit(
-                    unit, part.consumed, group_index, part.optimizer, threads=threads, slice_numel=self._slice_numel
+                    unit, call.consumed, group_index, call.optimizer, threads=threads, slice_numel=self._slice_numel
                 )
 
 
-def _parts(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -> list[_Part]:
-    """Return the steps of an update, in their order. Raises ``ReplayError`` for a step of an optimizer that is not
-    given or of another class."""
-    parts = []
+def _calls(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -> list[_OptimizerCall]:
+    """Return the calls of ``optimizer.step`` in an update, in their order. Raises ``ReplayError`` if the optimizer of a
+    call is not given, or is of another class."""
+    calls = []
     for consumed in update.optimizer_steps:
         optimizer = optimizers.get(consumed.optimizer)
         if optimizer is None or optimizer.kind.__name__ != consumed.class_name:
@@ -170,8 +170,8 @@ def _parts(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -
                 f"{consumed.class_name}, and {found} in its place. Create the optimizers as in the training.",
                 step=update.step,
             )
-        parts.append(_Part(consumed, optimizer, group_indexes_of(consumed)))
-    return parts
+        calls.append(_OptimizerCall(consumed, optimizer, group_indexes_of(consumed)))
+    return calls
 
 
 def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> None:
@@ -193,4 +193,4 @@ def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> Non
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # the workers have set the number for threads that begin later
+        torch.set_num_threads(before)  # in a worker it has also set the number for threads that begin later

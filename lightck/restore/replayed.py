@@ -1,6 +1,6 @@
 """The checkpoints of a pool with gradient records, newest first, each given to a restore as if it were stored whole.
 
-A ``ReplayedCheckpoint`` has the members of ``StoredCheckpoint`` that a restore uses. Its units are made again when its
+A ``ReplayedCheckpoint`` has the members of ``StoredCheckpoint`` that a restore uses. Its units are replayed when its
 tensors are first asked for (``gradient_state.py``). Buffers, and what else its record holds, are read from the record.
 """
 
@@ -25,11 +25,11 @@ from lightck.state.blocks import checksums
 
 
 class ReplayedCheckpoint:
-    """One checkpoint of a pool with gradient records. Its manifest is checked; its tensors are made when they are first
-    asked for, which may raise as ``units_at_step`` does."""
+    """One checkpoint of a pool with gradient records. Its manifest is checked. Its tensors are replayed when they
+    are first asked for, which may raise as ``units_at_step`` does."""
 
     def __init__(self, checkpoint: GradientCheckpoint, record: CommitRecord, optimizers: OptimizersAtHand) -> None:
-        """``record``: names the checkpoint; ``optimizers``: make its updates again."""
+        """``record``: names the checkpoint. ``optimizers``: replay its updates."""
         self._checkpoint, self.record, self.optimizers = checkpoint, record, optimizers
         self.reader = checkpoint.reader
         homes = {entry.name for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
@@ -75,7 +75,7 @@ class ReplayedCheckpoint:
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         """Name -> entry, in the order of the layout table. Which state the optimizers have is known only when the
-        updates were made again."""
+        updates were replayed."""
         found = {**self._units.entries, **{name: one.entry for name, one in self._recorded.items()}}
         layout.check_ties(found)
         in_table = [one.name for one in self._checkpoint.reader.entries if one.name in found]
@@ -83,14 +83,14 @@ class ReplayedCheckpoint:
 
     @property
     def gradient_checkpoint(self) -> GradientCheckpoint:
-        """The checkpoint as it lies in the pool, before an update is made again."""
+        """The checkpoint as it lies in the pool, before an update is replayed."""
         return self._checkpoint
 
     @cached_property
     def not_exact(self) -> str:
-        """Why a training that continues from this checkpoint may not be the one that saved it: updates were made again
-        by another torch or processor, or residuals of ``TopK`` are older than the checkpoint. Empty if it is the same.
-        Updates are made again for it, as for ``entries``."""
+        """Why a training that continues from this checkpoint may not be bit-identical to the training that saved it:
+        updates were replayed by another torch or processor, or residuals of ``TopK`` are older than the checkpoint.
+        Empty if it is bit-identical. Needs a replay, as ``entries`` does."""
         return "; ".join(filter(None, (self._other_conditions, self._older_residuals)))
 
     @property
@@ -99,7 +99,7 @@ class ReplayedCheckpoint:
         if not conditions:
             return ""
         return (
-            f"updates were made again under other conditions than in the training ({conditions}), and may have given "
+            f"updates were replayed under other conditions than in the training ({conditions}), and may have given "
             "other bits. The pages that were compared are equal"
         )
 
@@ -121,7 +121,7 @@ class ReplayedCheckpoint:
 
     @cached_property
     def listed_entries(self) -> Mapping[str, Entry]:
-        """Name -> entry of the tensors that the manifest names. No update is made again for it. Raises
+        """Name -> entry of the tensors that the manifest names. Needs no replay. Raises
         ``DamagedError``."""
         checkpoint, sentinels = self._checkpoint, self._checkpoint.part.sentinels.tolist()
         homes = [entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE]
@@ -136,13 +136,13 @@ class ReplayedCheckpoint:
         return found
 
     def refuse_unreadable(self) -> None:
-        """Read and verify all from which the checkpoint is made, without making an update again. Raises
-        ``DamagedError`` if something is damaged and nothing stands in for it."""
+        """Read and verify everything that the replay needs, without a replay. Raises ``DamagedError`` if something is
+        damaged and nothing stands in for it."""
         refuse_unreadable(self._checkpoint)
         self._checkpoint.read([(one, 0) for one in self._recorded.values()])
 
     def replay(self) -> None:
-        """Make the updates again, and compare the result with the checksums of the records. Nothing of it is kept.
+        """Replay the updates, and compare the result with the checksums of the records. Nothing of it is kept.
         Raises as ``units_at_step`` does."""
         units_at_step(self._checkpoint, self.optimizers)
         self._checkpoint.read([(one, 0) for one in self._recorded.values()])
@@ -171,7 +171,7 @@ class ReplayedCheckpoint:
                 ctypes.memmove(address, tensor.data_ptr() + first * self.block_nbytes, nbytes)
 
     def verify(self) -> None:
-        """As ``StoredCheckpoint.verify``. No update is made again."""
+        """As ``StoredCheckpoint.verify``. No update is replayed."""
         self.refuse_unreadable()
         if not self.owns_slot():
             raise DamagedError("its slot was reused while it was read")
@@ -207,7 +207,7 @@ def replayed_checkpoints(
     known = {(one.slot, one.payload_generation) for one in committed}
     in_chains: dict[int, ChainEntry] = {}
     """Generation -> entry, for what chains name and no commit record does."""
-    for record, older in zip(committed, [*committed[1:], None], strict=False):  # nothing, if there are none
+    for record, older in zip(committed, [*committed[1:], None], strict=False):  # ``committed`` may be empty
         try:
             checkpoint = checkpoint_of(reader, chain_entry_of(record))
         except DamagedError as err:

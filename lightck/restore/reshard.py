@@ -1,7 +1,8 @@
 """Write the checkpoint of a group of ranks as the pools of another number of ranks, without a training.
 
-Each tensor of the model is cut into rows, as ``fully_shard`` does, and so is optimizer state of its shape. Or each rank
-gets the whole, as with DistributedDataParallel. The old pools are only read.
+Each parameter with at least one dimension is cut into rows, as ``fully_shard`` does, and so is optimizer state of its
+shape. Buffers stay whole. Or each rank gets all tensors whole, as with DistributedDataParallel. The old pools are only
+read.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
 from lightck.restore.contents import unpack_dict
-from lightck.restore.directory import recovered
+from lightck.restore.directory import recover_newest
 from lightck.restore.logical import LogicalCheckpoint
-from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_different_ranks
+from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_disagreeing_ranks
 from lightck.restore.pool_copies import commit_copy
 from lightck.restore.relocated import Relocated
 from lightck.state import values
@@ -46,9 +47,9 @@ class Resharded:
     step: int
     paths: list[str]
     nbytes: int
-    """Of all pools."""
+    """Bytes of all pools together."""
     restarted: list[str]
-    """The loaders whose pass begins again."""
+    """The loaders whose pass over the data begins again."""
     averaged: str
     """What to say about tensors whose mean was taken; "" if there is none."""
     rejected: tuple[RejectedCheckpoint, ...]
@@ -64,7 +65,7 @@ def reshard(directory: str, to: str, n_ranks: int, *, is_replicated: bool, step:
     ``NoSpaceError``. After an error no pool is left in ``to``."""
     _make_folder(to)
     write = partial(_write_all, to=to, n_ranks=n_ranks, is_replicated=is_replicated)
-    return recovered(os.path.realpath(directory), step, write)
+    return recover_newest(os.path.realpath(directory), step, write)
 
 
 def _make_folder(path: str) -> None:
@@ -86,7 +87,7 @@ def _write_all(
     _: str, logical: LogicalCheckpoint, rejected: _Rejected, *, to: str, n_ranks: int, is_replicated: bool
 ) -> Resharded:
     """Write the pools of all ranks. Raises ``DamagedError`` if a block cannot be read."""
-    refuse_different_ranks(logical)
+    refuse_disagreeing_ranks(logical)
     world_id, restarted = os.urandom(ID_NBYTES), list[str]()
     paths = [os.path.join(to, pool_name(rank, n_ranks)) for rank in range(n_ranks)]
     try:
@@ -99,9 +100,7 @@ def _write_all(
                 os.unlink(path)
         raise
     nbytes = sum(map(os.path.getsize, paths))
-    return Resharded(
-        logical.step, paths, nbytes, restarted, describe_averaged(logical.owners_averaged), tuple(rejected)
-    )
+    return Resharded(logical.step, paths, nbytes, restarted, describe_averaged(logical.averaged_names), tuple(rejected))
 
 
 def _rows(logical: LogicalCheckpoint, n_ranks: int, rank: int) -> dict[str, Part]:
@@ -117,7 +116,7 @@ def _rows(logical: LogicalCheckpoint, n_ranks: int, rank: int) -> dict[str, Part
 def _write_one(
     path: str, logical: LogicalCheckpoint, parts: dict[str, Part], rank: int, n_ranks: int, world_id: bytes
 ) -> list[str]:
-    """Write the pool of one rank. Returns the loaders whose pass begins again."""
+    """Write the pool of one rank. Returns the loaders whose pass over the data begins again."""
     first = logical.of_ranks[0]
     old = first.reader.group
     run_id, n_saved = (first.uuid, 1) if old is None else (old.run_id, old.world_size)

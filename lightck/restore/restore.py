@@ -2,7 +2,8 @@
 
 ``check`` compares classes, groups, names, shapes and dtypes, and changes nothing. ``apply`` then writes. Live tensors
 keep their dtype, device and memory layout. An optimizer's ``load_state_dict`` is not called, because it casts.
-``apply`` writes the tensors first, then the objects in ``state``, then the state and the options of the optimizers.
+``apply`` writes the tensors of the model and of the optimizers' state first, then buffers that are resized, extra state
+of modules, the objects in ``state``, and last all other state and the options of the optimizers.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class RestorePlan:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """(entry name, live tensor to write)."""
     resizable: list[tuple[str | None, Live]] = field(default_factory=list)
-    """Buffers that the training added, removed or resized: (entry name, live place). The entry name is None for a
-    buffer that was None when it was saved."""
+    """Buffers that the training added, removed or resized: (entry name, live buffer). The entry name is None for a
+    buffer that was None when it was saved. ``Live.home`` is here the dict of the module that holds the buffer."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     """(saved optimizer, live optimizer)."""
     objects: dict[str, object] = field(default_factory=dict)
@@ -115,7 +116,7 @@ def check(
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
     restored. ``unused_is_drift``: whether it counts as drift if there is no live object for a saved optimizer or for a
     saved name in ``state``. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
-    ``layout``: which parts the plain tensors are.
+    ``layout``: says which part of its logical tensor each tensor is that is no DTensor.
     """
     reshard(model)
     view = ModelView(model, layout)
@@ -168,10 +169,10 @@ def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], pla
             plan.resizable.append((None if entry is None else entry.alias or live.name, live))
         else:
             left.append(live)
-    for name, home, key in view.vacant_buffers():
+    for name, container, key in view.vacant_buffers():
         entry = contents.entries.get(name)
         if entry is not None and name in contents.resizable:
-            plan.resizable.append((entry.alias or name, Live(name, "buffer", torch.empty(0), home, key)))
+            plan.resizable.append((entry.alias or name, Live(name, "buffer", torch.empty(0), container, key)))
     return left
 
 
@@ -366,7 +367,9 @@ def apply(plan: RestorePlan, source: Source) -> None:
         ]
         writes.run()
     read = tensor_reader(source, plan.restored)
-    rests = [like_live(unpack_dict(saved.rest, tensor=read), live.rest()) for saved, live in plan.optimizers]
+    rests = [
+        like_live(unpack_dict(saved.packed_other_state, tensor=read), live.rest()) for saved, live in plan.optimizers
+    ]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
     _set_resizable(plan, new_buffers)

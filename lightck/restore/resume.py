@@ -36,10 +36,11 @@ class Recovered:
     step: int
     """The step of the restored checkpoint."""
     exact: bool
-    """Whether every rank restored a state of its own, so that the continuation can be bit-identical. False if a rank
-    had lost its pool and took the checkpoint of another rank, if the checkpoint was loaded from the pools of another
-    world, if it holds older residuals (``TopK(error_feedback=True, residual="base")``), or if updates were made again
-    for it by another torch or processor. The same on all ranks."""
+    """Whether the continuation can be bit-identical. False if a rank had lost its pool and took the checkpoint of
+    another rank, if a rank gets rows of a tensor that it did not hold, or if the checkpoint was loaded from the pools
+    of another world. Also False if it holds older residuals (``TopK(error_feedback=True, residual="base")``), if
+    ``Replica`` saved a training on a device, or if updates were replayed for it by another torch or processor. The same
+    on all ranks."""
     reason: str
     """Why ``exact`` is False; else empty."""
 
@@ -76,8 +77,8 @@ class Resumed:
     """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
     forward. None after that forward, and if there is nothing to compare."""
     not_exact: str = ""
-    """Why the continuation is not bit-identical: the checkpoint was saved by other ranks, or holds older residuals.
-    Empty if it is bit-identical."""
+    """Why the continuation is not bit-identical, for one of the reasons that ``Recovered.exact`` lists. Empty if it is
+    bit-identical."""
 
     @property
     def recovered(self) -> Recovered:

@@ -1,11 +1,12 @@
-"""Compare the rows that a rank held, as its checkpoint records them, with those that other ranks wrote for it.
+"""Compare the rows that a rank held, by the checksums in its checkpoint, with those that other ranks wrote for it.
 
-Ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks
-of its own rows that other ranks write. (A small model records all of them.) If these differ from what the other ranks
-wrote, the ranks did not hold the same, and nobody can give the rank its own rows back.
+Ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks of
+its copy of the rows that other ranks write. (A small model records all of them.) If these differ from what the other
+ranks wrote, the ranks did not hold the same, and nobody can give the rank the rows back that it held.
 
-*The order of blocks.* For each of the other ranks, the tensors of which that rank wrote rows for this one, sorted by
-name, and the blocks of these rows. A record has the checksums of a run of blocks in this order.
+*The order of blocks.* For each of the other ranks, the blocks of the rows that it wrote for this rank are numbered from
+0: sorted by the tensor's name, then in the order of the rows. A ``RowsOfOther`` has the checksums of a run of blocks of
+one rank in this order.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from lightck.state.blocks import checksums
 
 
 def differing_rows(
-    own: RankCheckpoint, records: Iterable[RowsOfOther], of_ranks: Mapping[int, RankCheckpoint]
+    own: RankCheckpoint, records: Iterable[RowsOfOther], of_others: Mapping[int, RankCheckpoint]
 ) -> list[str]:
-    """Return the names of tensors of which the rank held other rows than the ranks that wrote them. If another rank
-    wrote its tensor whole, because the tensors differ, and no record says what this rank held, the tensor is returned
-    too.
+    """Return the names of tensors of which the rank held other rows than the ranks that wrote them. Also returned:
+    tensors that another rank wrote whole, because it saw a difference, and whose rows ``records`` do not cover.
 
-    ``own``: the rank's checkpoint. ``records``: those in its small state. ``of_ranks``: rank -> its checkpoint of the
-    same step. Raises ``DamagedError``."""
-    shared = {name: one for name, one in sorted(own.entries.items()) if _is_share(one)}
+    ``own``: the rank's checkpoint. ``records``: those in its small state. ``of_others``: another rank -> its checkpoint
+    of the same step. Raises ``DamagedError``."""
+    divided = {name: one for name, one in sorted(own.entries.items()) if _is_share(one)}
     found: set[str] = set()
-    for rank, stored in of_ranks.items():
-        written = _Written(stored, rank, shared)
+    for rank, stored in of_others.items():
+        written = _Written(stored, rank, divided)
         for record in records:
             if record.rank == rank:
                 found.update(written.differing(record))
@@ -47,13 +47,14 @@ def _is_share(entry: Entry) -> bool:
 
 
 class _Written:
-    """The rows that another rank wrote of the tensors that it divides with the rank of ``shared``."""
+    """The rows that the rank ``rank`` wrote of tensors that it divides with this rank."""
 
-    def __init__(self, stored: RankCheckpoint, rank: int, shared: Mapping[str, Entry]) -> None:
-        """``shared``: name -> entry of each tensor that a rank has divided with others."""
+    def __init__(self, stored: RankCheckpoint, rank: int, divided: Mapping[str, Entry]) -> None:
+        """``stored``: the checkpoint of ``rank``. ``divided``: name -> entry, in this rank's checkpoint, of each tensor
+        that it divides with others."""
         self._stored = stored
-        entries = [stored.entries[name] for name in shared if name in stored.entries]
-        rows = [(one, _nbytes_of_share(one)) for one in entries if _is_written_by(one, rank, shared[one.name])]
+        entries = [stored.entries[name] for name in divided if name in stored.entries]
+        rows = [(one, _nbytes_of_share(one)) for one in entries if _is_written_by(one, rank, divided[one.name])]
         self._tensors = [(entry, blocks_of(nbytes, stored.block_nbytes)) for entry, nbytes in rows if nbytes]
         self._n_compared: Counter[str] = Counter()
         """Name -> how many of its blocks were compared."""

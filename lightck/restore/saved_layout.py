@@ -16,10 +16,10 @@ from lightck.state.values import typed
 
 
 class SavedLayout(NamedTuple):
-    """The layout of one rank."""
+    """The layout of one rank. (``rank`` and ``size`` are tensor parallel ones, not those of the process group.)"""
 
     rank: int
-    """The rank's place in the layout, from 0."""
+    """The place in the layout that the rank had, from 0."""
     size: int
     """How many places the layout has."""
     stage: int

@@ -116,8 +116,8 @@ def _optimizer_value(one: OptimizerContents) -> dict[str, object]:
         "wraps": one.wraps,
         "names": one.names,
         "groups": values.pack(one.groups, path="param_groups"),
-        "values": one.values,
-        "rest": one.rest,
+        "values": one.packed_param_state,
+        "rest": one.packed_other_state,
     }
 
 
@@ -145,8 +145,8 @@ def _joined(of_stages: Sequence[OptimizerContents]) -> OptimizerContents:
         for group, of_group in zip(names, one.names, strict=False):
             group += [name for name in of_group if name not in group]
         state |= _values(one)
-    packed = values.pack(state, path="optimizer") if state else of_stages[0].values
-    return OptimizerContents(first.class_name, names, first.groups, packed, first.rest, first.wraps)
+    packed = values.pack(state, path="optimizer") if state else of_stages[0].packed_param_state
+    return OptimizerContents(first.class_name, names, first.groups, packed, first.packed_other_state, first.wraps)
 
 
 def _values(one: OptimizerContents) -> dict[Any, object]:
@@ -159,7 +159,7 @@ def _values(one: OptimizerContents) -> dict[Any, object]:
             "saved it, with the same stages."
         )
 
-    return unpack_dict(one.values, tensor=refuse)
+    return unpack_dict(one.packed_param_state, tensor=refuse)
 
 
 def _with_held_params(one: OptimizerContents, held: HeldNames | None) -> OptimizerContents:
@@ -168,15 +168,15 @@ def _with_held_params(one: OptimizerContents, held: HeldNames | None) -> Optimiz
         return one
     names = [[name for name in group if held.holds_param(name)] for group in one.names]
     state = _values(one)
-    packed = one.values
+    packed = one.packed_param_state
     if state:
         packed = values.pack({name: value for name, value in state.items() if held.holds_param(name)}, path="optimizer")
-    return OptimizerContents(one.class_name, names, one.groups, packed, one.rest, one.wraps)
+    return OptimizerContents(one.class_name, names, one.groups, packed, one.packed_other_state, one.wraps)
 
 
 def differing_options(of_ranks: Sequence[RankCheckpoint]) -> Iterator[str]:
     """Yield a text for each optimizer in which stages contradict each other: another class, other options of a group,
-    or another state of a parameter that several stages have. Raises ``DamagedError``."""
+    or other state (not tensors) of a parameter that several stages have. Raises ``DamagedError``."""
     contents = [parse(stored).optimizers for stored in of_ranks]
     for number in range(max(map(len, contents), default=0)):
         of_stages = [one[number] for one in contents if number < len(one)]
@@ -186,14 +186,15 @@ def differing_options(of_ranks: Sequence[RankCheckpoint]) -> Iterator[str]:
             for name, value in _values(one).items():
                 same = same and values.pack([state.setdefault(name, value)], path="") == values.pack([value], path="")
             if not same:
-                yield f"the options of {one.class_name}"
+                yield f"the optimizer {one.class_name} (its class, options or other state)"
                 break
 
 
 def _is_like(one: OptimizerContents, other: OptimizerContents) -> bool:
     groups = list(zip(one.groups, other.groups, strict=False))
     same_groups = all(values.pack(a, path="") == values.pack(b, path="") for a, b in groups)
-    return (one.class_name, one.wraps, one.rest) == (other.class_name, other.wraps, other.rest) and same_groups
+    same_options = (one.class_name, one.wraps) == (other.class_name, other.wraps) and same_groups
+    return same_options and one.packed_other_state == other.packed_other_state
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -212,12 +213,13 @@ def flags_of(names: Sequence[str], held: Iterable[str]) -> bytes:
     return bytes(name in known for name in names)
 
 
-def refuse_held_by_nobody(
-    names: Sequence[str], entries: Mapping[str, Entry], of_ranks: Sequence[bytes], what: str
+def refuse_tensors_without_holder(
+    names: Sequence[str], entries: Mapping[str, Entry], flags_of_ranks: Sequence[bytes], what: str
 ) -> None:
     """Raise ``RankError`` if the checkpoint has a tensor that none of the ranks has. ``names``: of the parameters and
-    buffers of the checkpoint. ``of_ranks``: for each rank, ``flags_of`` these names. ``what``: names the checkpoint."""
-    found = {name for flags in of_ranks for name, is_held in zip(names, flags, strict=True) if is_held}
+    buffers of the checkpoint. ``flags_of_ranks``: for each rank, ``flags_of`` these names. ``what``: names the
+    checkpoint."""
+    found = {name for flags in flags_of_ranks for name, is_held in zip(names, flags, strict=True) if is_held}
     left = [name for name in names if name not in found and entries[name].alias not in found]
     if left:
         raise RankError(

@@ -52,7 +52,8 @@ def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting |
         return None
     # Ranks of another mesh may recover at the same time.
     prefix = f"lightck-recover-{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
-    return Meeting(dist.PrefixStore(prefix, store_of(None)), ranks.index(dist.get_rank()), len(ranks), TIMEOUT)
+    store, rank = dist.PrefixStore(prefix, store_of(None)), ranks.index(dist.get_rank())
+    return Meeting(store, rank, len(ranks), TIMEOUT, call="lightck.recover")
 
 
 def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:

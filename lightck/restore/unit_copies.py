@@ -1,8 +1,9 @@
 """Which copy of each unit a recovery of a gradient checkpoint starts from, read and verified.
 
-A unit is a parameter with its optimizer state. Its copies are its base, its older base, and the gradient record that
-holds it whole, if there is one: this takes the place of all that was before it. A damaged base is replaced by the older
-one, if the chain reaches back to it; the updates after it lead to the same bits.
+A unit is a parameter with its optimizer state. Its copies are its base, its older base, and the gradient records that
+store it whole. If there is such a record, the newest one is used, and everything older is obsolete for this unit. A
+damaged base is replaced by the older one, if the *chain* (the list of older records that a manifest holds) still names
+the records since then; the updates after it lead to the same bits.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class UnitCopies:
         return whole
 
     def _whole(self, parameter: str, first: int, last: int) -> UnitCopy | None:
-        """Return the copy of a unit in the newest record, of these steps, that holds it whole."""
+        """Return the copy of a unit from the newest record of the steps ``first`` to ``last`` that stores it whole;
+        None if none does."""
         for step in range(last, first - 1, -1):
             record = self._records.at(step)
             names = [one.name for one in self._entries[parameter] if one.name in record.in_record]
@@ -155,7 +157,7 @@ class UnitCopies:
             _read([loaded])
             log.warning(
                 "lightck: the newest copy of %r in the pool %r is damaged (%s). An older one, of step %d, is used, and "
-                "the updates after it are made again; they give the same bits",
+                "the updates after it are replayed; they give the same bits",
                 copy.parameter,
                 copy.source.reader.path,
                 err,

@@ -19,8 +19,9 @@ from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, re
 RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
 """A checkpoint in the pool of one rank."""
 STALE_REASON = (
-    "it is stale: it holds old bytes of a tensor, or leads to wrong ones, because lightck noticed a write to that "
-    "tensor, or a difference between an update and its repetition, too late (a newer checkpoint records this)"
+    "it is stale: it holds wrong bytes of a tensor, or leads to them, because lightck detected a write to that tensor, "
+    "or a difference between an update and its replay, only after this checkpoint was saved (a newer checkpoint "
+    "records this)"
 )
 
 
@@ -28,7 +29,7 @@ def checkpoints_of(
     reader: PoolReader, step: int | None = None, optimizers: OptimizersAtHand | None = None
 ) -> Iterator[RankCheckpoint | RejectedCheckpoint]:
     """Yield the checkpoints of a pool, from newest to oldest. ``step``: yield only those of this step. ``optimizers``:
-    make updates again, if the pool has gradient records; None: classes of ``torch.optim``."""
+    replay the updates of a pool with gradient records; None: the classes of ``torch.optim`` do."""
     if reader.superblock.has_gradients:
         return replayed_checkpoints(reader, optimizers or OptimizersAtHand(), step)
     return reader.checkpoints(step)
@@ -61,9 +62,8 @@ class StaleCheckpoints:
 
         The checkpoints are read from newest to oldest. The search ends at the first checkpoint that has no
         ``stale_after``, or whose generation is smaller than that of a struck slot: both show that the stale checkpoints
-        were struck. The ``stale_after`` of this checkpoint and of older ones is out of date. After the strike a
-        relayout may have carried over a pinned checkpoint that is not stale, with a new generation for which
-        ``includes`` would be true."""
+        were struck. The ``stale_after`` of this checkpoint and of older ones must be ignored: since the strike, a
+        relayout may have given a valid pinned checkpoint a new generation, which lies inside their range."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints() if checkpoints is None else checkpoints:
             if not isinstance(stored, RejectedCheckpoint):
@@ -93,7 +93,7 @@ def parse(stored: Saved) -> Contents:
 
 def parse_state(stored: Saved) -> Contents:
     """As ``parse``, but the contents have no entries. (To know those of a pool with gradient records, its updates must
-    be made again.)"""
+    be replayed.)"""
     try:
         return Contents.parse(stored.state, stored.step, stored.iteration, {})
     except CorruptPoolError as err:
@@ -102,7 +102,7 @@ def parse_state(stored: Saved) -> Contents:
 
 def usable_checkpoints(reader: PoolReader, optimizers: OptimizersAtHand | None = None) -> Iterator[RankCheckpoint]:
     """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones. No update
-    is made again for it. ``optimizers``: as in ``checkpoints_of``."""
+    is replayed for it. ``optimizers``: as in ``checkpoints_of``."""
     stale = StaleCheckpoints()
     for stored in checkpoints_of(reader, None, optimizers):
         if isinstance(stored, RejectedCheckpoint) or stale.includes(stored.record.payload_generation):

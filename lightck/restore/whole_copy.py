@@ -1,8 +1,8 @@
-"""A checkpoint of a pool with gradient records, as one that is stored whole: its updates are made again, and the result
+"""A checkpoint of a pool with gradient records, as one that is stored whole: its updates are replayed, and the result
 is written into a pool in memory. Whoever sends it elsewhere needs nothing of the pool afterwards.
 
-It keeps its step, its incarnation and its generation. If the updates were made again under other conditions than those
-of the training, its small state says so (``NOT_EXACT_KEY``).
+It keeps its step, its incarnation and its generation. If the updates were replayed under other conditions than those of
+the training, its small state says so (``NOT_EXACT_KEY``).
 
 Memory: the units twice, and what the updates consumed. Failure case: the training overwrites a base or a record while
 it is read (``DamagedError``).
@@ -30,14 +30,14 @@ from lightck.restore.tensor_writes import ordinary_tensors
 def whole_copy(stored: ReplayedCheckpoint) -> Iterator[StoredCheckpoint]:
     """Make a checkpoint whole. Raises ``DamagedError`` if it is damaged or was overwritten, and ``UnsupportedError`` if
     an optimizer of another class than those of ``torch.optim`` is needed."""
-    with closing(_copied(stored)) as writer:
+    with closing(_copy_into_memory_pool(stored)) as writer:
         copy = writer.reader
         yield copy.checkpoint(candidates(copy.commit_log())[0])
 
 
 @collector_paused()
 @ordinary_tensors()
-def _copied(stored: ReplayedCheckpoint) -> PoolWriter:
+def _copy_into_memory_pool(stored: ReplayedCheckpoint) -> PoolWriter:
     """Return the writer of a pool in memory that holds the checkpoint alone."""
     generation = stored.record.payload_generation
     with closing(Engine(1)) as engine:

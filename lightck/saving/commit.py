@@ -33,7 +33,7 @@ from lightck.pool.storage.backends import backend_for, pool_path
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.ranks.directory import pools_in
-from lightck.restore.pool_copies import begin_batches, commit, copied_plan, names_of_batches
+from lightck.restore.pool_copies import commit, copied_plan, copy_batches, names_of_batches
 from lightck.restore.usable import usable_by_id
 from lightck.saving.given import GivenTensor, batches_of
 from lightck.saving.places import Order, path_of
@@ -141,7 +141,7 @@ def _commit(
     slot = writer.choose_slot(lambda read: writer.slots.choose(holds.held(writer) | read)).slot
     assert slot is not None, "one slot is held, and no checkpoint is in flight"
     batches = batches_of(given, entries, names_of_batches({entry.name: entry.nbytes for entry in entries}))
-    pending = begin_batches(writer, slot, copied_plan(order.id.step, 0, numbers, small), numbers, batches)
+    pending = copy_batches(writer, slot, copied_plan(order.id.step, 0, numbers, small), numbers, batches)
     commit(pending)
     writer.committed(pending)
 

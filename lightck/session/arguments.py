@@ -12,7 +12,7 @@ from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.layout import Layout, refuse_other_than_layout
 from lightck.pipeline.plan import Strategy
-from lightck.pipeline.staging.kinds import Kind, check_kind
+from lightck.pipeline.staging.kinds import StagingOption, check_staging
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
@@ -39,7 +39,7 @@ class SaveOptions:
     slots: int | None
     keep: Keep | None
     pause_on_nonfinite: bool
-    staging: Kind | None
+    staging: StagingOption | None
     strict_data: bool
     split: bool = True
     replicas_given: object = 1
@@ -51,8 +51,8 @@ class SaveOptions:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that get whole checkpoints. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
         tiers = (each for each in checked_tiers(self.tiers_given) if not each.is_export)
-        if self.gradients is not None:  # their pools have no slot that holds a checkpoint whole
-            tiers = (each if each.needs_certain_steps else replace(each, spare_slot=False) for each in tiers)
+        if self.gradients is not None:  # a pool with gradient records has no slot for a whole checkpoint
+            tiers = (each if each.needs_specific_steps else replace(each, spare_slot=False) for each in tiers)
         return tuple(tiers)
 
     @property
@@ -72,7 +72,7 @@ class SaveOptions:
         return self.strategy if isinstance(self.strategy, Gradients) else None
 
     @property
-    def replica(self) -> Replica | None:
+    def replica_strategy(self) -> Replica | None:
         """The strategy, if it keeps a copy of the state that makes the updates too."""
         return self.strategy if isinstance(self.strategy, Replica) else None
 
@@ -120,18 +120,18 @@ class SaveOptions:
             )
         tiers = checked_tiers(self.tiers_given)
         for each in self.tiers:
-            open_store(each.root, each.options)  # what is missing for it is said before anything is made
+            open_store(each.root, each.options)  # raises before a file is made, if a library is missing
         if keep is not None and any(each.is_export for each in tiers):
-            raise ValueError('keep= is a tier with format="safetensors". Pass the tier only.')
+            raise ValueError('keep= and a tier with format="safetensors" do the same. Pass only the tier.')
         if keep is not None:
             warn_deprecated(keep)
         spare = (self.exports is not None) + n_spare_slots(self.tiers)
         if slots is not None and slots + spare > SLOTS_MAX:
             raise ValueError(
-                f"slots={slots} and keep= or tiers=: a pool has at most {SLOTS_MAX} slots, and {spare} more than slots="
-                f" says for these. Pass slots={SLOTS_MAX - spare} or fewer."
+                f"slots={slots}: a pool has at most {SLOTS_MAX} slots, and keep= or tiers= needs {spare} in addition "
+                f"to slots=. Pass slots={SLOTS_MAX - spare} or fewer."
             )
-        check_kind(self.staging)
+        check_staging(self.staging)
         return cadence_of(self.interval)
 
 

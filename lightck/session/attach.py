@@ -24,7 +24,7 @@ from lightck.layout import Layout
 from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
-from lightck.pipeline.staging.kinds import Kind
+from lightck.pipeline.staging.kinds import StagingOption
 from lightck.pool.direct_writes import copy_threads
 from lightck.pool.engine import threads_beside_devices
 from lightck.pool.format.structures import CommitRecord
@@ -51,16 +51,16 @@ from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
-from lightck.session.newest_of_tiers import bring_newest
+from lightck.session.newest_of_tiers import replace_pool_from_tier
 from lightck.session.pool_file import PoolFile
 from lightck.session.replica_arguments import refuse_unreplicable
 from lightck.session.replicas import Replicas
 from lightck.session.session import Session
-from lightck.session.shared_state import warn_of_shared_tensors
+from lightck.session.shared_state import warn_of_shared_memory_in_objects
 from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
 from lightck.session.strategy_choice import (
-    CHOSEN,
+    AUTO_CANDIDATE,
     StrategyChoice,
     explained_refusal,
     keep_full_state,
@@ -73,7 +73,7 @@ from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
-from lightck.tiers.claiming import GoesOnFrom, claim_of
+from lightck.tiers.claiming import ResumePoint, claim_of
 from lightck.tiers.drains import Drains
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
@@ -100,7 +100,7 @@ def attach(
     keep: Keep | None = None,
     tiers: Sequence[Tier] | None = None,
     pause_on_nonfinite: bool = False,
-    staging: Kind | None = None,
+    staging: StagingOption | None = None,
     strict_data: bool = False,
     group: object = None,
     split: bool = True,
@@ -113,7 +113,7 @@ def attach(
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, made if it does not exist, or a device-dax device. In a group of ranks: a directory.
-        optimizer: one or a list; by default those of the model are found. ``[]``: none; ``end_step()`` is an update.
+        optimizer: one or a list; default: those of the model. ``[]``: none; then each ``end_step()`` is an update.
         state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: none.
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
@@ -135,7 +135,7 @@ def attach(
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
-        PoolError, MediumError: the pool cannot be made, opened, locked or read; its medium is less than ``require``.
+        PoolError, MediumError: no pool can be made, opened, locked or read; its medium survives less than ``require``.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, KeepError, TierError: see errors.
@@ -158,9 +158,9 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
-    is_chosen_later = arguments.save_options.strategy == AUTO_STRATEGY
+    is_auto = arguments.save_options.strategy == AUTO_STRATEGY
     arguments = with_present_strategy(arguments, path, backend, is_rank_pool=is_rank_pool)
-    with explained_refusal(path) if is_chosen_later else nullcontext():
+    with explained_refusal(path) if is_auto else nullcontext():
         _refuse_by_strategy(arguments, found, is_rank_pool=is_rank_pool)
     found, capture, compression = _captured(arguments, found, group_start)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
@@ -194,7 +194,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
-        _follow_strategy(steps, file, compression, is_chosen_later)
+        _follow_strategy(steps, file, compression, is_auto)
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -226,8 +226,8 @@ def _refuse_by_strategy(arguments: Arguments, found: Found, *, is_rank_pool: boo
     options = arguments.save_options
     if options.gradients is not None:
         refuse_unrecordable(options.gradients, arguments, found, is_rank_pool=is_rank_pool)
-    if options.replica is not None:
-        refuse_unreplicable(options.replica, arguments, found)
+    if options.replica_strategy is not None:
+        refuse_unreplicable(options.replica_strategy, arguments, found)
 
 
 def _captured(
@@ -279,15 +279,15 @@ def _pipeline(
     )
 
 
-def _follow_strategy(steps: Steps, file: PoolFile, compression: Compression | None, is_chosen_later: bool) -> None:
-    """Install what the strategy needs at each update. ``is_chosen_later``: the session begins with ``FullState``, and
-    may choose another strategy later."""
+def _follow_strategy(steps: Steps, file: PoolFile, compression: Compression | None, is_auto: bool) -> None:
+    """Install what the strategy needs at each update. ``is_auto``: whether ``strategy="auto"`` was passed. Then a
+    session that begins with ``FullState`` may choose another strategy later."""
     gradients = file.arguments.save_options.gradients
     if gradients is not None:
         steps.record_updates(compression, mtbf=gradients.mtbf, is_in_group=file.is_rank_pool)
-    elif is_chosen_later:
+    elif is_auto:
         _choose_strategy(steps, file)
-    steps.keep_replica(file.arguments.save_options.replica)
+    steps.keep_replica(file.arguments.save_options.replica_strategy)
 
 
 def _choose_strategy(steps: Steps, file: PoolFile) -> None:
@@ -296,7 +296,7 @@ def _choose_strategy(steps: Steps, file: PoolFile) -> None:
     if reason:
         keep_full_state(steps.meter, reason)
         return
-    kind = gradient_pools(CHOSEN, file.capture, file.path, file.backend, 1, None)
+    kind = gradient_pools(AUTO_CANDIDATE, file.capture, file.path, file.backend, 1, None)
     capture = file.capture
     choice = StrategyChoice(
         steps.pipeline,
@@ -313,17 +313,19 @@ def _choose_strategy(steps: Steps, file: PoolFile) -> None:
 def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart | None) -> CommitParticipants:
     options, capture = file.arguments.save_options, weakref.ref(file.capture)
 
-    def at_hand() -> OptimizersAtHand:
-        """Holds are reached from background threads, so a strong reference would keep the model alive."""
+    def optimizers_for_replay() -> OptimizersAtHand:
+        """Return the live optimizers of this training for a replay; none if the session is gone. (The reference to them
+        is weak, because background threads reach the holds, and would keep the model alive.)"""
         found = capture()
         return OptimizersAtHand() if found is None else optimizers_at_hand(found)
 
-    holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
+    holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, optimizers_for_replay)
     keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
-    may_feed = group_start is None
-    tiers = Drains(options.tiers, file.path, meter, holds, may_feed=may_feed) if options.tiers else None
+    tiers = None
+    if options.tiers:
+        tiers = Drains(options.tiers, file.path, meter, holds, may_feed_from_folders=group_start is None)
     if tiers is not None and group_start is None:
-        _follow_tiers(file, tiers)
+        _fetch_newest_and_claim_tiers(file, tiers)
     elif tiers is not None and group_start is not None:
         group_start.tiers = TiersOfGroup(tiers, options.tiers, group_start.group, group_start.meeting)
     return CommitParticipants(
@@ -331,22 +333,22 @@ def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart |
     )
 
 
-def _follow_tiers(file: PoolFile, tiers: Drains) -> None:
-    """Make the pool anew if a tier holds a newer checkpoint, and let the tiers be claimed before anything is saved."""
+def _fetch_newest_and_claim_tiers(file: PoolFile, tiers: Drains) -> None:
+    """Fetch the newest checkpoint if a tier holds it, and have the tiers claimed before anything is saved."""
     if file.arguments.resume:
-        bring_newest(file.path, file.backend, tiers.stores)
+        replace_pool_from_tier(file.path, file.backend, tiers.stores)
 
     def claim(contents: Contents | None, record: CommitRecord | None) -> None:
         capture = file.capture
         assert capture.run_id is not None, "not in a group"
         if contents is None:
             capture.run_id = run_of_new_training(tiers.stores, capture.run_id)
-        goes_on_from = None if contents is None else GoesOnFrom(contents.step, claim_of(contents.claim))
-        claimed = claim_for_session(tiers.stores, capture.run_id, goes_on_from)
-        tiers.use_claim(claimed, goes_on_from, 0 if record is None else record.payload_generation)
+        resume_point = None if contents is None else ResumePoint(contents.step, claim_of(contents.claim))
+        claimed = claim_for_session(tiers.stores, capture.run_id, resume_point)
+        tiers.use_claim(claimed, resume_point, 0 if record is None else record.payload_generation)
         capture.claim = claimed.claim
 
-    file.before_adoption = claim
+    file.before_first_change = claim
 
 
 def _discover(arguments: Arguments) -> Found:
@@ -354,7 +356,7 @@ def _discover(arguments: Arguments) -> Found:
     model = arguments.model
     found = discover(model, arguments.optimizer, arguments.state)
     check_objects(found.state)
-    warn_of_shared_tensors(found)
+    warn_of_shared_memory_in_objects(found)
     if not found.optimizers and next(model.parameters(), None) is None:
         log.warning(
             "lightck: the model (%s) has no parameters, and no optimizer is followed, so nothing of a training "
@@ -378,7 +380,8 @@ def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> Firs
 
 
 def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments, tiers: Drains | None) -> None:
-    """Start the drain, set the restored random states, and log what is saved and at which step the training starts."""
+    """Start the drain (which sends checkpoints to the tiers), set the restored random states, and log what is saved
+    and at which step the training starts."""
     if tiers is not None:
         tiers.start()
     if resumed is not None:

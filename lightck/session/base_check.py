@@ -1,11 +1,13 @@
-"""The check of new bases (``LIGHTCK_CHECK=1``): a unit that is due must have the bytes to which its old base leads.
+"""The check of new bases (``LIGHTCK_CHECK=1``): a unit that is about to be written as a new base must have
+the bytes that a replay from its old base gives.
 
     boundary t   the old base and the records up to t - 1 are committed, so both are read from the pool
                  the update of step t is in memory
                  base, then one update after the other, on tensors of its own: the result has the bits of the live unit
 
 So each write that the updates do not explain is found within ``base_every`` steps, however small it is, and wherever it
-was made: the audit of updates compares parts, and the search for outside writes does not look into ``step``.
+was made. The audit of updates compares parts, and the search for outside writes does not see a write inside
+``optimizer.step()``.
 
 Invariant: nothing of the training changes. The replay has tensors and optimizer objects of its own, calls no hook, and
 draws no random number (``state/partial_optimizer.py``).
@@ -35,10 +37,11 @@ from lightck.state.update_record import Read, consumed_update
 
 
 class CheckedBases(NamedTuple):
-    """What a check found. At most one of the two is not empty.
+    """What a check found. At most one of ``difference`` and ``unreadable`` is set.
 
-    difference: which tensor differs. unreadable: why units could not be checked. since, generation: step and generation
-    of the oldest base that was checked; the checkpoints after it may be wrong, if there is a difference.
+    difference: which tensor differs, or why the replay failed. unreadable: why units could not be checked. since,
+    generation: step and generation of the oldest base that was checked; the checkpoints after it may be wrong, if there
+    is a difference.
     """
 
     difference: str = ""
@@ -55,9 +58,9 @@ class BaseCheck:
         self._capture, self._writer = capture, writer
 
     def run(self, step: int, value: object, read: Read, updated: Collection[str]) -> CheckedBases:
-        """Compare the units that are due at a boundary. step: of the boundary. value, read: the value of its update in
-        the small state, and what reads the tensors of its gradients. updated: the names of the parameters that it
-        changed."""
+        """Compare the units that are due at a boundary. step: of the boundary. value: what the small state holds of
+        its update. read: the function that returns a tensor of the update's gradients by name. updated: the names of
+        the parameters that the update changed."""
         writer = self._writer()
         if not isinstance(writer, GradientWriter) or writer.log.step != step - 1 or writer.log.must_be_full:
             return CheckedBases()

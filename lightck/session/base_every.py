@@ -1,9 +1,10 @@
-"""``Gradients(base_every="auto")``: in how many steps each unit is written once.
+"""``Gradients(base_every="auto")``: each unit is written whole, as a new base, once in n steps.
 
     n = min(2 r, what half of the free space holds, n*), at least 2
 
-r: how many bytes an update changes for each byte of gradients. A checkpoint writes G + r G / n bytes, so beyond 2 r it
-saves less than a half of G more, and each step more needs two records in the pool.
+G: bytes of the gradients. r: how many bytes an update changes for each byte of gradients. A checkpoint writes
+G + r G / n bytes, so an n beyond 2 r saves less than a half of G more, and each increase of n by 1 needs two more
+record slots in the pool.
 
 n* minimizes the cost of a step, a S / n + (t / M) q n / 2: the time that copies take, plus the replay of n / 2 updates
 after each failure. So n* = sqrt(2 a S M / (t q)), where
@@ -38,7 +39,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightck.events import StepListener
-from lightck.pipeline.gradient_pools import paying_base_every
+from lightck.pipeline.gradient_pools import worthwhile_base_every
 from lightck.pool.create import pool_nbytes
 from lightck.pool.format.layout import Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, records_default
@@ -53,7 +54,7 @@ WARM_UP, MEASURED = 3, 10
 checkpoints."""
 
 
-def chosen(strategy: Gradients) -> int | None:
+def base_every_given(strategy: Gradients) -> int | None:
     """Return ``base_every`` as the user chose it; None: ``"auto"``. Raises ``TypeError`` for what is neither."""
     base_every = strategy.base_every
     if base_every == AUTO:
@@ -72,7 +73,7 @@ def refuse_wrong_mtbf(strategy: Gradients) -> None:
         raise TypeError(f"mtbf={mtbf!r} is a {type(mtbf).__name__}. Pass the mean time between failures in seconds.")
     if not mtbf > 0:
         raise ValueError(f"mtbf={mtbf!r}: pass the mean time between failures in seconds, above 0, or None.")
-    if chosen(strategy) is not None:
+    if base_every_given(strategy) is not None:
         raise ValueError(
             f"mtbf={mtbf!r} chooses base_every, and base_every={strategy.base_every!r} is given. Leave out mtbf=, or "
             'pass base_every="auto".'
@@ -85,7 +86,7 @@ def refuse_wrong_mtbf(strategy: Gradients) -> None:
 def records_of_new_pool(laid_out: Sequence[Entry], state_nbytes: int, free_nbytes: int) -> int:
     """Return the number of record slots of a new pool. laid_out: its entries. state_nbytes: bytes of small state.
     free_nbytes: how many bytes are free on the medium."""
-    for base_every in range(paying_base_every(laid_out), BASE_EVERY_MIN, -1):
+    for base_every in range(worthwhile_base_every(laid_out), BASE_EVERY_MIN, -1):
         n_records = records_default(base_every)
         if pool_nbytes(laid_out, slots=n_records, state_nbytes=state_nbytes) <= free_nbytes // 2:
             return n_records
@@ -113,7 +114,7 @@ def free_beside(path: str) -> int:
 # -- while training runs -----------------------------------------------------------------------------------------------
 
 
-class Costs(NamedTuple):
+class CopyCosts(NamedTuple):
     """What a session has spent so far. copy_seconds: of copy threads, and of the training that waited for them.
     copied_nbytes: how much was written. update_seconds: of the optimizers' ``step``."""
 
@@ -122,14 +123,14 @@ class Costs(NamedTuple):
     update_seconds: float
 
 
-def best_base_every(costs: Costs, *, state_nbytes: int, step_seconds: float, mtbf: float) -> float:
-    """Return n*. ``costs``: ``update_seconds`` is that of one update. Infinity: it is not known, or no number is too
-    large."""
+def best_base_every(costs: CopyCosts, *, state_nbytes: int, step_seconds: float, mtbf: float) -> float:
+    """Return n*. ``costs``: ``update_seconds`` is that of one update. Infinity, that is no upper limit, if a cost is
+    zero or not known."""
     a = costs.copy_seconds / costs.copied_nbytes if costs.copied_nbytes else 0.0
-    replay_seconds_per_second = step_seconds * costs.update_seconds
-    if a <= 0 or replay_seconds_per_second <= 0:
+    t_times_q = step_seconds * costs.update_seconds
+    if a <= 0 or t_times_q <= 0:
         return math.inf
-    return math.sqrt(2 * a * state_nbytes * mtbf / replay_seconds_per_second)
+    return math.sqrt(2 * a * state_nbytes * mtbf / t_times_q)
 
 
 class BaseEveryTuner(StepListener):
@@ -139,7 +140,7 @@ class BaseEveryTuner(StepListener):
         self,
         mtbf: float,
         *,
-        costs: Callable[[], Costs],
+        costs: Callable[[], CopyCosts],
         state_nbytes: Callable[[], int],
         base_every: Callable[[], int | None],
         lower: Callable[[int], None],
@@ -150,7 +151,7 @@ class BaseEveryTuner(StepListener):
         self._mtbf, self._costs, self._state_nbytes = mtbf, costs, state_nbytes
         self._base_every, self._lower, self._clock = base_every, lower, clock
         self._n_steps = 0
-        self._samples: list[tuple[float, Costs]] = []
+        self._samples: list[tuple[float, CopyCosts]] = []
         """Time and costs at the ends of the steps that are measured."""
 
     def step_ended(self, step: int) -> None:
@@ -166,7 +167,8 @@ class BaseEveryTuner(StepListener):
         step_seconds = median(after[0] - before[0] for before, after in pairs)
         update_seconds = median(after[1].update_seconds - before[1].update_seconds for before, after in pairs)
         first, last = self._samples[0][1], self._samples[-1][1]
-        costs = Costs(last.copy_seconds - first.copy_seconds, last.copied_nbytes - first.copied_nbytes, update_seconds)
+        copy_seconds, copied_nbytes = last.copy_seconds - first.copy_seconds, last.copied_nbytes - first.copied_nbytes
+        costs = CopyCosts(copy_seconds, copied_nbytes, update_seconds)
         found = best_base_every(costs, state_nbytes=self._state_nbytes(), step_seconds=step_seconds, mtbf=self._mtbf)
         now = self._base_every()
         if now is None or found >= now - 0.5:

@@ -1,9 +1,9 @@
 """The state of a training at a boundary: which tensors a checkpoint holds, and its small state as bytes.
 
-``Capture`` reads state at two moments. In the post-step hook it reads buffers, random states and loaders provisionally,
-because the next step may change them before the checkpoint closes. (The checkpoint closes at the pre-step hook of the
-next update at the latest.) At the boundary it reads all other small state. Large tensors are only listed here: the
-pipeline copies them.
+``Capture`` reads state at two moments. In the post-step hook it reads buffers, random states, loaders and the extra
+state of modules provisionally, because the next step may change them before the checkpoint closes. (The checkpoint
+closes at the pre-step hook of the next update at the latest.) At the boundary it reads all other small state. Large
+tensors are only listed here: the pipeline copies them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
 from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
-from lightck.session.shared_state import warn_of_shared_memory
+from lightck.session.shared_state import warn_of_shared_memory_in_optimizers
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild
@@ -96,7 +96,7 @@ class Capture:
     layout: Layout | None
     """Which parts of tensors the model holds, apart from DTensors, and their names in the whole model."""
     _layout_value: tuple[TensorList | None, dict[str, object]] | None = None
-    """A tensor list, and what the small state holds of the layout for it."""
+    """A cache: a tensor list, and the sharding layout as the small state holds it for this list."""
 
     update_of: Callable[[int, bool], UpdateRecord | None] | None = None
     """Returns what the update of a step consumed; None: checkpoints do not store it. Arguments: the step, and whether a
@@ -109,7 +109,7 @@ class Capture:
     stand_ins: StandIns = NO_STAND_INS
     """Makes what is copied in place of tensors."""
     base_every: Callable[[], int | None] | None = None
-    """Returns in how many steps each unit is written once; None: each checkpoint holds the whole state."""
+    """Returns n, if each unit is written to a home once in n steps; None: each checkpoint holds the whole state."""
 
     def __init__(
         self,
@@ -328,8 +328,9 @@ class Capture:
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
         ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
-        ``stale_after``: returns a generation, after ``update_of`` has checked what it checks. Checkpoints between this
-        generation and the new checkpoint are stale (None: none is stale). ``read_rows``: see ``ReadRows``."""
+        ``stale_after``: returns a generation. Checkpoints between this generation and the new checkpoint are stale
+        (None: none is stale). It is called after ``update_of``, which may find stale checkpoints. ``read_rows``: see
+        ``ReadRows``."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         provisional = self._provisional_of(step) if event in (ClosingEvent.PRE_STEP, ClosingEvent.FORWARD) else None
@@ -343,7 +344,7 @@ class Capture:
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
         followed = (view.optimizer for view in self.optimizers)
-        self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory(lives, followed)
+        self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory_in_optimizers(lives, followed)
         rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
         small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after(), rows, update)
         lives += [] if update is None else update.gradients
@@ -352,7 +353,7 @@ class Capture:
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list, update)
 
     def close_update(self, step: int, iteration: int) -> ClosedStep:
-        """Read what the update of a step consumed that is not saved as a checkpoint. No other small state is read."""
+        """For a step that is not saved as a checkpoint: read what its update consumed, and no other small state."""
         assert self.update_of is not None, "the strategy stores updates"
         self.refresh()
         update, lives = self.update_of(step, False), self.tensors()
@@ -390,7 +391,7 @@ class Capture:
                 self.resizable.add(name)
         if len(now) < len(self._built_buffers):
             self.resizable |= {
-                name for name, kind in self._built_buffers.items() if kind is not None and name not in now
+                name for name, built in self._built_buffers.items() if built is not None and name not in now
             }
 
     def _refuse_resized_dtensors(self, lives: list[Live]) -> None:
@@ -449,8 +450,8 @@ class Capture:
         return tensor_list is not None and not any(tensor_list.with_values.values())
 
     def expected_tensors(self) -> Iterator[Live]:
-        """Yield what ``tensors`` returns, and then the large tensors inside ``state=``, for the layout of a pool. The
-        generator also sets ``expected_state_nbytes``."""
+        """Yield what ``tensors`` returns, and then the large tensors inside ``state=``, for the table of tensors in a
+        pool. The generator also sets ``expected_state_nbytes``."""
         yield from self.tensors()
         large: list[Live] = []
         # The state_dict() of a loader is not called before its first pass, because some loaders draw random numbers in
@@ -490,6 +491,7 @@ class Capture:
             "loaders": self.positions.values(),
             "persistent_started": self.persistent.have_started_now(),
             "done": self.is_done,
+            # Keys of the format: "at_once" has ``copied_at_boundary``, "elastic" has ``resizable``.
             "at_once": sorted(copied_at_boundary),
             "elastic": sorted(self.resizable),
             "stale_after": stale_after,

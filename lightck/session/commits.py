@@ -1,6 +1,6 @@
 """From a closed checkpoint to its commit: whether it is saved, who waits for it, and which errors are raised.
 
-``CommitParticipants`` connects pins, exports and the nonfinite check to the pipeline.
+``CommitParticipants`` connects pins, exports, tiers and the nonfinite check to the pipeline.
 
 Invariant: an error in the background is kept, raised at the next step, and again at ``close``; no error loses a
 committed checkpoint.
@@ -32,7 +32,7 @@ from lightck.tiers.pin import Hold, Holds
 
 @dataclass(frozen=True, slots=True)
 class CommitParticipants:
-    """What takes part in the commits of one session's pipeline: pins, exports, and the nonfinite check."""
+    """What takes part in the commits of one session's pipeline: pins, exports, tiers, and the nonfinite check."""
 
     holds: Holds = field(default_factory=Holds)
     keeper: Retention | None = None
@@ -166,7 +166,7 @@ class Commits:
             self._recorder.closed_unsaved()
 
     def _record(self, step: int) -> None:
-        """Begin to store what the update of a step consumed that is not saved. The next checkpoint needs it."""
+        """For a step that is not saved: begin to store what its update consumed. The next checkpoint needs it."""
         updated = self._capture.take_updated_frozen()
         self.run(lambda: self.pipeline.check_left_out_tensors(updated))
         closed_step = self._capture.close_update(step, self._boundary.iteration)

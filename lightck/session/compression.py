@@ -1,7 +1,8 @@
 """``TopK`` in one session: which trainings it takes, and what it needs at attach.
 
     attach      refuse_uncompressible   one process, or ranks with DistributedDataParallel; no other communication hook
-                Compression             residuals that are saved, room in the pool for indexed gradients
+                Compression             residuals that are saved; room in the pool for the indexed form of gradients
+                                        (positions and values)
     backward    TopKAllReduce           several ranks: what each sends
     pre-hook    GradientCompression     one process: what is left out; then ConsumedGradients holds the indexed form
 
@@ -22,8 +23,8 @@ from lightck.errors import UnsupportedError
 from lightck.events import StepListener
 from lightck.following.ddp import live_ddp
 from lightck.hooks.compression import (
-    OF_BASES,
-    OF_STEPS,
+    RESIDUALS_EACH_STEP,
+    RESIDUALS_WITH_BASES,
     GradientCompression,
     NamesOf,
     PendingResiduals,
@@ -41,7 +42,7 @@ from lightck.strategy.topk import TopK
 
 STATE_NAME = "TopK"
 """Name in ``state`` under which residuals are saved (``pool.format.layout.RESIDUAL_PREFIX`` begins with it)."""
-RESIDUALS_OF_STEPS = f"state/{STATE_NAME}/{OF_STEPS}/"
+RESIDUALS_OF_STEPS = f"state/{STATE_NAME}/{RESIDUALS_EACH_STEP}/"
 """Beginning of the names of residuals that are saved at each step."""
 
 
@@ -49,11 +50,11 @@ class Compression:
     """The compression of one session's gradients."""
 
     def __init__(self, topk: TopK, ranks: int = 1) -> None:
-        """``ranks``: how many ranks gather their entries, so that a gradient has at most so many times as many."""
+        """``ranks``: how many ranks gather their entries. A gradient has up to ``ranks`` times as many as one sends."""
         self._topk, self._ranks = topk, ranks
         self.residuals: Residuals | None = None
         if topk.error_feedback:
-            self.residuals = Residuals(OF_STEPS if topk.residual == "step" else OF_BASES)
+            self.residuals = Residuals(RESIDUALS_EACH_STEP if topk.residual == "step" else RESIDUALS_WITH_BASES)
 
     def added_to(self, found: Found) -> Found:
         """Return what the session saves, with the residuals."""
@@ -81,11 +82,11 @@ class Compression:
             self.residuals.forget()
 
     def capacity(self, numel: int, item_nbytes: int) -> int | None:
-        """As ``Capacity``."""
+        """Return for how many elements the indexed form of a gradient has room; None: it has no indexed form."""
         return capacity(numel, item_nbytes, self._ranks * self._topk.kept(numel))
 
     def index(self, gradient: torch.Tensor) -> IndexedGradient | None:
-        """As ``hooks.consumed.Indexing``."""
+        """Return the indexed form of a dense gradient; None: it has none, or does not fit into it."""
         room = self.capacity(gradient.numel(), gradient.element_size())
         return None if room is None else indexed(gradient, room)
 

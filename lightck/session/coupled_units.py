@@ -1,17 +1,19 @@
-"""Which units of a rank lie whole in each checkpoint of ``Gradients``, because their updates cannot be made again here.
+"""Which units of a rank lie whole in each checkpoint of ``Gradients``, because this rank cannot replay
+their updates.
 
 A unit is a parameter with its optimizer state. A class that is not element-wise (Muon) couples the elements of a
 parameter. If the parameter is a DTensor that is sharded, torch sends parts of it to other ranks during the update, so
-no rank can make the update again by itself. No gradient of such a unit is recorded: it lies in the slots of the pool,
-as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients. (A class
-of torch.optim sees nothing but the plain tensors that it is given, also if ``layout=`` says that these are parts.)
+no rank can replay the update by itself. No gradient of such a unit is recorded: it lies in the slots of the pool,
+as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients. (With
+plain tensors a class of torch.optim sends nothing to other ranks. So its updates can be replayed, also if ``layout=``
+says that the tensors are parts.)
 
     update      ``hooks/consumed.py`` takes no gradient of it
-    boundary    ``pipeline/gradient_pools.py`` gives it extents in slots; ``strategy/gradients.py`` writes it whole, but
-                not into a record that is no checkpoint
-    recovery    no update of it is made again; its bytes are those of the checkpoint's own record
+    boundary    ``pipeline/gradient_pools.py`` gives it extents in slots; ``strategy/gradients.py`` writes it whole into
+                each checkpoint; the records of updates between checkpoints leave it out
+    recovery    no update of it is replayed; its bytes are those of the checkpoint's own record
 
-Each rank decides for itself, by the placements of its tensors: it reads nobody else's pool to make updates again.
+Each rank decides for itself, by the placements of its tensors: it reads nobody else's pool to replay updates.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ to read a block.) If a block differs, this rank writes the tensor whole from the
 This rank also does so if another rank writes the tensor whole, because that rank then has no share that could be
 compared block by block.
 
-Invariant: of each tensor, a rank either writes all rows, or held the same bytes as the ranks that write the other rows
-when it last compared these, which is at most one round ago.
+Invariant: of each tensor, a rank either writes all rows, or its other rows were equal to those of the ranks that write
+them when they were last compared. Each block is compared once in each round of the round-robin.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from lightck.session.capture import Capture
 from lightck.session.group import Membership
 from lightck.state.blocks import (
     BUDGET_NBYTES,
+    FULLY_COMPARED_FIRST,
     NO_BLOCKS,
-    WHOLE_CHECKPOINTS,
     Blocks,
     Checksums,
     Positions,
@@ -59,8 +59,9 @@ EVERY = 4
 BUDGET = EVERY * BUDGET_NBYTES
 """How many bytes such a checkpoint reads."""
 ON_DEVICE_FIRST = 64
-"""How many blocks on devices one checkpoint reads at most. The first checkpoints read so many, and not all, which would
-take the device long. (These few show a rank that makes its updates alone, because it differs in all blocks.)"""
+"""How many blocks on devices one checkpoint reads at most. The first checkpoints read this number of blocks, because
+all of them would take the device long. (A few blocks suffice to find a rank whose gradients are not all-reduced: it
+differs in all of them.)"""
 
 
 class _Region(NamedTuple):
@@ -125,7 +126,7 @@ def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> C
     writer = pipeline.pool.writer
     if writer is None or not capture.shares.cuts:
         return None
-    by_rank = {one.rank: one for one in group.rule.neighbours}
+    by_rank = {one.rank: one for one in group.commit_rule.neighbours}
     found = CrossCheck(
         capture, group.rank, writer.incarnation, writer.superblock.block, by_rank, pipeline.guard.reads_all
     )
@@ -153,7 +154,7 @@ class CrossCheck(CommitListener):
     """For checkpoints whose blocks are only recorded."""
     _next_not_plain: int = 0
     _next_on_device: int = 0
-    _whole_left: int = WHOLE_CHECKPOINTS
+    _fully_compared_left: int = FULLY_COMPARED_FIRST
     """How many of the next checkpoints read all blocks."""
     _n_skipped: int = 0
     """How many checkpoints were closed since the last one whose blocks are compared."""
@@ -169,14 +170,14 @@ class CrossCheck(CommitListener):
         ``tensor_list``: the list of these tensors, if there is one."""
         if not self.capture.shares.cuts:
             return []
-        reads_all = self.reads_all or self._whole_left > 0
+        reads_all = self.reads_all or self._fully_compared_left > 0
         regions = self._regions_of(lives, tensor_list)
         self._n_skipped += 1
         is_compared = not self._pending and not self._sent and (reads_all or self._n_skipped >= EVERY)
         turn, budget = (self._turn, BUDGET) if is_compared else (self._turn_of_records, BUDGET_NBYTES)
         chosen, crcs = _read_plain(regions, turn, None if reads_all else budget)
         if is_compared:
-            self._n_skipped, self._whole_left = 0, max(0, self._whole_left - 1)
+            self._n_skipped, self._fully_compared_left = 0, max(0, self._fully_compared_left - 1)
             self._pending = [*_reads(regions, chosen, crcs), *self._read_not_plain(regions, reads_all)]
             self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else EVERY)))
             self._pending_id = CheckpointId(self.incarnation, step)
@@ -244,21 +245,21 @@ class CrossCheck(CommitListener):
         self._sent = []
         if self._pending_id is None or not self._pending:
             return
-        name, left = self._pending_id, []
+        checkpoint_id, left = self._pending_id, []
         differing: dict[str, int] = {}
         whole: set[str] = set()
         for rank in {one.rank for one in self._pending}:
             reads, neighbour = [one for one in self._pending if one.rank == rank], self.neighbours[rank]
-            stored = neighbour.stored(name)
+            stored = neighbour.stored(checkpoint_id)
             if stored is not None:
                 found, whole_there = _compared(reads, stored)
                 differing |= dict.fromkeys(found, rank)
                 whole |= whole_there
-            elif neighbour.may_still_have(name):
+            elif neighbour.may_still_have(checkpoint_id):
                 left += reads
         self._pending = left
         if differing or whole:
-            self._write_whole(differing, whole, name.step)
+            self._write_whole(differing, whole, checkpoint_id.step)
 
     def _write_whole(self, differing: Mapping[str, int], whole: set[str], step: int) -> None:
         new = (whole | differing.keys()) - self.capture.shares.written_whole
@@ -266,7 +267,7 @@ class CrossCheck(CommitListener):
             return
         self.capture.shares.written_whole |= new
         self.capture.use_shares(self.capture.shares)
-        self._known, self._pending, self._sent, self._whole_left = None, [], [], WHOLE_CHECKPOINTS
+        self._known, self._pending, self._sent, self._fully_compared_left = None, [], [], FULLY_COMPARED_FIRST
         names = sorted(new & differing.keys())
         if names:
             log.warning(

@@ -16,7 +16,13 @@ from lightck.pool.storage.backend import Backend
 from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.session.arguments import Arguments, SaveOptions
-from lightck.session.base_every import chosen, free_beside, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
+from lightck.session.base_every import (
+    base_every_given,
+    free_beside,
+    free_nbytes,
+    records_of_new_pool,
+    refuse_wrong_mtbf,
+)
 from lightck.session.capture import Capture
 from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
 from lightck.session.coupled_units import coupled_units
@@ -37,7 +43,7 @@ def n_records(strategy: Gradients, interval: int, *, is_rank_pool: bool) -> int:
     known.) ``interval``: updates from one commit to the next."""
     if strategy.log_records is not None:
         return strategy.log_records
-    return records_default(chosen(strategy) or BASE_EVERY_MIN, interval, in_group=is_rank_pool)
+    return records_default(base_every_given(strategy) or BASE_EVERY_MIN, interval, in_group=is_rank_pool)
 
 
 def gradient_pools(
@@ -62,17 +68,17 @@ def gradient_pools(
         return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
 
     _refuse_all_coupled(capture)
-    base_every = chosen(strategy)
+    base_every = base_every_given(strategy)
     is_chosen = base_every is not None or strategy.log_records is not None
-    n_records = None if is_chosen else records_that_fit
+    choose_n_records = None if is_chosen else records_that_fit
     capacity = capacity_of(compression)
-    return GradientPools(base_every, updated, interval, n_records, capacity, coupled)
+    return GradientPools(base_every, updated, interval, choose_n_records, capacity, coupled)
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
     """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` if this training, with these arguments, cannot be
     saved by ``strategy``."""
-    base_every, records = chosen(strategy), strategy.log_records
+    base_every, records = base_every_given(strategy), strategy.log_records
     if records is not None and type(records) is not int:
         raise TypeError(f"log_records={records!r} is a {type(records).__name__}. Pass a whole number.")
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
@@ -158,13 +164,13 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
             bool(options.tiers) and is_rank_pool,
             "all ranks send one step, and a rank could not hold it until then",
         ),
-        "tiers= of own_optimizers=True": (
+        "tiers= together with own_optimizers=True": (
             bool(options.tiers) and options.gradients is not None and options.gradients.own_optimizers,
             "the process that sends checkpoints makes updates again, and has only the optimizers of torch",
         ),
         "keep_every= or keep_best= of a tier": (
-            any(each.needs_certain_steps for each in options.tiers),
-            "a certain checkpoint cannot be held until it is sent",
+            any(each.needs_specific_steps for each in options.tiers),
+            "a pool with gradient records cannot keep one particular checkpoint until it is sent",
         ),
         options.exports_argument: (
             options.exports is not None,

@@ -41,10 +41,11 @@ class Membership:
 
     rank: int
     world_size: int
-    rule: GroupRule
+    commit_rule: GroupRule
+    """Says when a checkpoint of this rank may commit, and which ones must be kept."""
     agree_on_end: Callable[[Callable[[int], None]], EndAgreement]
-    """Begins to agree with the other ranks where all loops end; all ranks call it, equally often. The argument is
-    called with the number of the signal when another rank was asked to stop."""
+    """Starts a new agreement on the point at which the loops of all ranks end. Every rank must call it the same number
+    of times. The argument is called with the number of the signal when another rank was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

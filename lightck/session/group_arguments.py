@@ -35,7 +35,7 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
         (
             options.pause_on_nonfinite and options.gradients is not None,
             "pause_on_nonfinite=True together with strategy=Gradients()",
-            "an update that is not stored ends the chain of this rank, and not that of the others",
+            "an update that is not stored leaves a hole in the gradient records of this rank, and not of the others",
         ),
         (
             options.pause_on_nonfinite and options.replicas.count > 1,
@@ -43,7 +43,7 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
             "a rank that pauses copies nothing, and the others would wait for its copy",
         ),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
-        (options.replica is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),
+        (options.replica_strategy is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),
         (
             options.gradients is not None and options.gradients.base_every == AUTO,
             'Gradients(base_every="auto")',

@@ -32,7 +32,7 @@ _LEAD_FACTOR_MAX = 64
 _LOWER = 0.8
 """The interval is lowered only to less than this share of the present one, so that it does not change all the time."""
 _PAUSES = (0.0002, 0.01)
-"""Seconds between two looks for a verdict that a step waits for: at first, and at most."""
+"""Seconds between two polls while a step waits for the verdict: at first, and at most."""
 
 
 class AgreedCadence(CommitListener):
@@ -112,7 +112,7 @@ class AgreedCadence(CommitListener):
     def _lead(self, present: Pattern) -> int:
         """Return in how many steps a proposed pattern begins."""
         steps = math.ceil(_LATENCY_SECONDS / median(self._seconds)) if self._seconds else 0
-        return max(_LEAD_MIN * present.reaches_back(), steps)
+        return max(_LEAD_MIN * present.max_gap(), steps)
 
     def _wanted(self, adaptive: Adaptive) -> Pattern:
         """Return what the measurements ask for."""

@@ -9,9 +9,9 @@
                 that checkpoint (``lost_pool.py``), and goes on with this pool as all others do.
     adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
     create      For a new training, each rank creates its pool.
-    begin       Each rank opens the pools of the others on its host, to read their commit logs. In a new training each
-                rank also commits checkpoint 0. ``attach`` returns when all ranks have done this. If there are several
-                hosts, a helper thread exchanges from now on what the pools hold.
+    join        Each rank opens the pools of the others on its host, to read their commit logs.
+    begin       In a new training each rank has committed checkpoint 0 before. ``attach`` returns when all ranks are
+                here. If there are several hosts, a helper thread exchanges from now on what the pools hold.
 
 Invariant: a rank that continues changes no pool that has a commit record before *adopt*, and *adopt* changes no
 checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start. (After
@@ -93,7 +93,7 @@ from lightck.session.lost_pool import (
     replicated_lines,
     state_of_lost_rank,
 )
-from lightck.session.newest_of_group import bring_newest_of_group
+from lightck.session.newest_of_group import replace_pools_from_tier
 from lightck.session.other_world import OtherWorlds, find_other_worlds
 from lightck.session.partial_copies import remove_partial_copies
 from lightck.session.peer_copies import PeerCopies, hosts_of_copies
@@ -113,11 +113,11 @@ log = logging.getLogger("lightck")
 class Restored:
     """What all ranks have restored."""
 
-    name: CheckpointId
+    checkpoint_id: CheckpointId
     start: Start
     """The decision that chose the checkpoint."""
     chosen: RankCheckpoint
-    """This rank's part. ``name`` and ``chosen`` are of one checkpoint."""
+    """This rank's part. ``checkpoint_id`` and ``chosen`` are of one checkpoint."""
     is_done: bool
     """Whether all ranks had declared the training finished there."""
     reason: str
@@ -138,7 +138,7 @@ class GroupStart:
 
     group: Group
     meeting: Meeting
-    rule: GroupRule | None = None
+    commit_rule: GroupRule | None = None
     """None until ``join`` is called."""
     _adoption: Adoption = field(default_factory=lambda: Adoption(None, 1))
     _ids: dict[int, CheckpointId] = field(default_factory=dict)
@@ -183,7 +183,8 @@ class GroupStart:
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
-            bring_newest_of_group(directory, self.group, self.meeting, arguments.save_options.tiers, arguments.backend)
+            tiers = arguments.save_options.tiers
+            replace_pools_from_tier(directory, self.group, self.meeting, tiers, arguments.backend)
         replicas = arguments.save_options.replicas
         self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting, replicas)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
@@ -223,7 +224,7 @@ class GroupStart:
             if source is not None:
                 reader = self._copy_into_own_pool(file, pipeline, reader, restored, source)
                 stored = usable_by_id(reader, optimizers_at_hand(file.capture))
-                restored = replace(restored, chosen=stored[restored.name][0])
+                restored = replace(restored, chosen=stored[restored.checkpoint_id][0])
             if start.sources:
                 self.meeting.exchange("copies", b"")
             return self._adopt(file, pipeline, reader, stored, restored)
@@ -245,13 +246,13 @@ class GroupStart:
         self._divide(file)
         source = loaded.checkpoint.with_shares(file.capture.shares)
         fetch_for_copy(other, source)
-        start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
+        start = new_world(reports, loaded.checkpoint_id, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
                 source,
-                loaded.name,
+                loaded.checkpoint_id,
                 list(file.predicted_entries().values()),
                 n_slots=file.n_slots_of_rank(first),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
@@ -262,8 +263,8 @@ class GroupStart:
         assert reader is not None, "it was made just now"
         try:
             stored = usable_by_id(reader, optimizers_at_hand(file.capture))
-            chosen = stored[loaded.name][0]
-            restored = Restored(loaded.name, start, chosen, loaded.is_done, loaded.reason, (0,))
+            chosen = stored[loaded.checkpoint_id][0]
+            restored = Restored(loaded.checkpoint_id, start, chosen, loaded.is_done, loaded.reason, (0,))
             return self._adopt(file, pipeline, reader, stored, restored)
         except BaseException:
             if pipeline.pool.writer is None:
@@ -309,7 +310,7 @@ class GroupStart:
         """Decide what this rank writes. All ranks call this, with the tensors from which they go on. (With a layout
         nothing is divided, but the ranks compare the tensors that have no rule.)"""
         options = file.arguments.save_options
-        divides = options.split and options.gradients is None  # a rank makes updates again only of whole parameters
+        divides = options.split and options.gradients is None  # a rank can replay only updates of whole parameters
         if (divides or file.arguments.layout) and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
@@ -343,7 +344,7 @@ class GroupStart:
     ) -> Resumed:
         """Adopt the checkpoint that was restored. ``reader``, ``stored``: of this rank's pool."""
         contents, recorded = parse(restored.chosen), reader.next_batches(restored.chosen.record)
-        self._adoption = Adoption(restored.name, restored.incarnation)
+        self._adoption = Adoption(restored.checkpoint_id, restored.incarnation)
         self._ids = {one.record.payload_generation: name for name, many in stored.items() for one in many}
         file.capture.claim = contents.claim
         self._claim_tiers(file, restored.start, contents, restored.chosen.record)
@@ -373,10 +374,12 @@ class GroupStart:
         """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on."""
         unrestorable: dict[CheckpointId, str] = {}
         while True:
-            name = start.adopted
-            assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
+            checkpoint_id = start.adopted
+            assert checkpoint_id is not None, "resume=True, so a checkpoint is chosen or an error is raised"
             remark = self._compare_replicated_state(stored, start) if start.sources else ""
-            chosen, problem, differing = restore_one_of(restore, name, stored.get(name, []), self.group)
+            chosen, problem, differing = restore_one_of(
+                restore, checkpoint_id, stored.get(checkpoint_id, []), self.group
+            )
             contents = None if chosen is None else parse(chosen)
             # The checkpoint of a source may itself be a copy of that of a third rank. For this rank the source counts.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
@@ -395,16 +398,17 @@ class GroupStart:
                 reasons.append(describe_not_exact([one[-2] for one in votes]))
                 if from_world is not None and contents is not None:
                     reasons.append(describe_from_world(from_world, self.group.world_size))
-                    reasons.append(describe_averaged(contents.means))
+                    reasons.append(describe_averaged(contents.averaged_names))
                 is_done = all(done for _, done, *_ in votes)
-                return Restored(name, start, chosen, is_done, "; ".join(filter(None, reasons)), (0, *replaced), remark)
+                reason, warned = "; ".join(filter(None, reasons)), (0, *replaced)
+                return Restored(checkpoint_id, start, chosen, is_done, reason, warned, remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
                 "lightck: the checkpoint of step %d is used on no rank, because %s. An older one is looked for",
-                name.step,
+                checkpoint_id.step,
                 why,
             )
-            unrestorable[name] = why
+            unrestorable[checkpoint_id] = why
             start = decide(reports, resume=True, overwrite=False, unrestorable=unrestorable)
 
     # -- a rank whose pool is lost -----------------------------------------------------------------------
@@ -468,12 +472,14 @@ class GroupStart:
             copy_into_new_pool(
                 pipeline,
                 restored.chosen,
-                restored.name,
+                restored.checkpoint_id,
                 source.entries,
                 n_slots=len(source.superblock.slots),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
                 changed_state=state_of_lost_rank(
-                    restored.chosen, source_rank, key_of_rank(start.run_id, restored.name.step, self.group.rank)
+                    restored.chosen,
+                    source_rank,
+                    key_of_rank(start.run_id, restored.checkpoint_id.step, self.group.rank),
                 ),
             )
         reader = file.existing()
@@ -507,7 +513,7 @@ class GroupStart:
             for neighbour in neighbours:
                 neighbour.close()
             raise
-        self.rule = GroupRule(
+        self.commit_rule = GroupRule(
             neighbours,
             Knowledge.at_start(self._adoption),
             self._ids,
@@ -515,11 +521,11 @@ class GroupStart:
             timeout=self.meeting.timeout,
             name_of=self.meeting.name_of,
         )
-        pipeline.decisions.add_group(self.rule)
-        pipeline.events.add(self.rule)
+        pipeline.decisions.add_group(self.commit_rule)
+        pipeline.events.add(self.commit_rule)
         if check is not None and self.group.world_size > 1:
             paused = PausedRanks(self.group.connect(), self.meeting.key, self.group.rank, self.group.world_size)
-            self.rule.paused_ranks, check.refused = paused, paused.pause
+            self.commit_rule.paused_ranks, check.on_refused = paused, paused.pause
             check.reason_of_others = lambda: paused.reason
             pipeline.events.add(paused)
 
@@ -536,18 +542,18 @@ class GroupStart:
         return self._cadence
 
     def membership(self) -> Membership:
-        assert self.rule is not None, "join was called"
+        assert self.commit_rule is not None, "join was called"
         numbers, group, key = itertools.count(), self.group, self.meeting.key
 
         def agree_on_end(requested: Callable[[int], None]) -> EndAgreement:
-            number = next(numbers)  # what an earlier one has left in the store is of another number
+            number = next(numbers)  # one for each agreement, so that no key of an earlier one is used again
 
             def own_key(what: str, rank: int) -> str:
                 return key(f"{what}-{number}", rank)
 
             return EndAgreement(group.connect(), own_key, group.rank, group.world_size, requested)
 
-        return Membership(group.rank, group.world_size, self.rule, agree_on_end)
+        return Membership(group.rank, group.world_size, self.commit_rule, agree_on_end)
 
     def _check_neighbour(self, neighbour: Neighbour, uuid: bytes) -> None:
         """Raise ``RankError`` if this is not the pool that the other rank has opened. ``uuid``: that of the pool that
@@ -561,20 +567,20 @@ class GroupStart:
     def begin(self) -> None:
         """Wait until each rank has adopted the chosen checkpoint, or, in a new training, has committed checkpoint 0."""
         self.meeting.exchange("readiness", b"")
-        assert self.rule is not None, "join was called"
+        assert self.commit_rule is not None, "join was called"
         start = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
         if self._adoption.adopted is None:
-            self.rule.knowledge = replace(self.rule.knowledge, common=start)
+            self.commit_rule.knowledge = replace(self.commit_rule.knowledge, common=start)
         if len(set(self._directory_ids)) > 1:
             own = PoolView.of([start])
-            self.rule.follow(
+            self.commit_rule.follow(
                 Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
             )
         assert self._save_options is not None, "the reports were exchanged"
         directory = os.path.dirname(self._pool_path)
         copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
         if self._hosts_of_copies is not None:
-            copies.begin(self.rule, start, self._hosts_of_copies, self._save_options)
+            copies.begin(self.commit_rule, start, self._hosts_of_copies, self._save_options)
         if self._other is not None:
             self._other.remove()
             self.meeting.exchange("removal of other pools", b"")

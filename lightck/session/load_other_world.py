@@ -20,12 +20,12 @@ from lightck.ranks.agreement import describe_from_world, describe_lost, describe
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
-from lightck.restore.directory import Held, logical_of
+from lightck.restore.directory import CheckpointsPerPool, logical_of
 from lightck.restore.logical import LogicalCheckpoint
-from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
+from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_disagreeing_ranks
 from lightck.restore.recover import LiveRestore
 from lightck.restore.relocated import Relocated
-from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_tensors_without_holder
 from lightck.restore.usable import RankCheckpoint, parse
 from lightck.session.group import Group
 from lightck.session.lost_pool import no_longer_intact
@@ -40,7 +40,7 @@ log = logging.getLogger("lightck")
 class Loaded:
     """What all ranks have restored from the pools of another world."""
 
-    name: CheckpointId
+    checkpoint_id: CheckpointId
     checkpoint: Relocated
     is_done: bool
     """Whether the training was declared finished there."""
@@ -54,13 +54,13 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
     """Restore the newest checkpoint of ``other.source`` that all ranks can restore. Raises ``RankError`` if there is
     none; and what a restore raises if the checkpoint does not fit."""
     reasons: list[str] = []
-    for name, held in other.candidates:
-        loaded, problems = _load_on_all(other, group, meeting, name, held, restore)
+    for checkpoint_id, held in other.candidates:
+        loaded, problems = _load_on_all(other, group, meeting, checkpoint_id, held, restore)
         failed = next((rank for rank, one in enumerate(problems) if one), None)
         if failed is None:
             assert loaded is not None, "this rank has voted for it"
             return loaded
-        reasons.append(f"step {name.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
+        reasons.append(f"step {checkpoint_id.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
         log.warning("lightck: a checkpoint is used on no rank (%s). An older one is looked for", reasons[-1])
     raise RankError(
         f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
@@ -70,7 +70,12 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
 
 
 def _load_on_all(
-    other: OtherWorlds, group: Group, meeting: Meeting, name: CheckpointId, held: Held, restore: LiveRestore
+    other: OtherWorlds,
+    group: Group,
+    meeting: Meeting,
+    checkpoint_id: CheckpointId,
+    held: CheckpointsPerPool,
+    restore: LiveRestore,
 ) -> tuple[Loaded | None, list[str]]:
     """Restore one checkpoint. If a rank lacks blocks of it (it must take them from another pool than planned), they are
     fetched, and all restore it again. Returns what this rank has restored, and for each rank why it could not, or
@@ -84,7 +89,7 @@ def _load_on_all(
             if not problem:
                 logical = logical or _logical_of(other, group, held)
                 relocated = relocated or _relocated(other, group, logical, restore)
-                relocated.want_far_blocks()
+                relocated.want_remote_blocks()
         except DamagedError as err:
             problem = str(err)
         except BlocksMissingError:
@@ -92,11 +97,11 @@ def _load_on_all(
         if other.partial_copies is not None and other.partial_copies.fetch_wanted():
             continue
         if not has_compared_names:
-            _refuse_held_by_nobody(other, meeting, logical)
+            _refuse_tensors_without_holder(other, meeting, logical)
             has_compared_names = True
         try:
             if relocated is not None and not problem:
-                loaded = _load_one(other, group, name, relocated, restore)
+                loaded = _load_one(other, group, checkpoint_id, relocated, restore)
         except DamagedError as err:
             problem = str(err)
         except BlocksMissingError:
@@ -112,7 +117,7 @@ def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
     ranks call this. Raises ``CorruptPoolError``."""
     while True:
         try:
-            source.want_far_blocks()
+            source.want_remote_blocks()
         except BlocksMissingError:
             pass  # they are fetched now
         except DamagedError as err:
@@ -121,7 +126,7 @@ def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
             return
 
 
-def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoint:
+def _logical_of(other: OtherWorlds, group: Group, held: CheckpointsPerPool) -> LogicalCheckpoint:
     """Return one checkpoint as logical tensors. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
     read for that."""
     assert other.source is not None, "a checkpoint is loaded"
@@ -132,20 +137,20 @@ def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoi
 def _relocated(other: OtherWorlds, group: Group, logical: LogicalCheckpoint, restore: LiveRestore) -> Relocated:
     """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
     read for that."""
-    refuse_different_ranks(logical)
+    refuse_disagreeing_ranks(logical)
     layout = layout_now(logical, restore.layout)
     own_place = own_place_of(logical, layout) if other.has_same_ranks(group) else None
     tensors = other.tensors
     return Relocated(logical, tensors.parts, group.rank, held=held_by(tensors), ties=tensors.ties, own_place=own_place)
 
 
-def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: LogicalCheckpoint | None) -> None:
+def _refuse_tensors_without_holder(other: OtherWorlds, meeting: Meeting, logical: LogicalCheckpoint | None) -> None:
     """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this. ``logical``: None if
     this rank cannot read it."""
     names = [] if logical is None else names_of_model(logical.entries)
     flags = meeting.exchange("tensors that are held", flags_of(names, other.tensors.names))
     if logical is not None and all(len(one) == len(names) for one in flags):
-        refuse_held_by_nobody(names, logical.entries, flags, f"The checkpoint of step {logical.step}")
+        refuse_tensors_without_holder(names, logical.entries, flags, f"The checkpoint of step {logical.step}")
 
 
 def _other_parts(own: RankCheckpoint, now: Relocated) -> list[str]:
@@ -159,7 +164,7 @@ def _other_parts(own: RankCheckpoint, now: Relocated) -> list[str]:
 
 
 def _load_one(
-    other: OtherWorlds, group: Group, name: CheckpointId, relocated: Relocated, restore: LiveRestore
+    other: OtherWorlds, group: Group, checkpoint_id: CheckpointId, relocated: Relocated, restore: LiveRestore
 ) -> Loaded:
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError`` and ``BlocksMissingError``."""
     assert other.source is not None, "a checkpoint is loaded"
@@ -171,19 +176,19 @@ def _load_one(
         reason = describe_from_world(other.source.world_size, group.world_size)
     if other.from_peer_copies:
         reason += f"; {describe_lost(other.from_peer_copies)} lost, and the peer copy is used"
-    averaged = logical.owners_averaged if relocated.own_place is None else []
+    averaged = logical.averaged_names if relocated.own_place is None else []
     if averaged:
         reason += f"; {describe_averaged(averaged)}"
-    key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
+    key = None if has_same_ranks else key_of_rank(other.source.run_id, checkpoint_id.step, 0)
     changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture(), layout)
     changed["means"] = averaged
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
     if has_same_ranks and restore.layout is not None and group.world_size > 1:
-        reason += describe_other_parts(_other_parts(logical.own, relocated))
+        reason += describe_other_parts(_other_parts(logical.state_checkpoint, relocated))
     contents = parse(relocated)
     restore.take(relocated, contents, [])
     differing = [] if has_same_ranks else logical.differing(("buffer",))
     if differing:
         reason += f"; buffers that differed between the ranks are those of the first rank ({listed(differing, 3)})"
-    return Loaded(name, relocated, contents.done, reason, changed)
+    return Loaded(checkpoint_id, relocated, contents.done, reason, changed)

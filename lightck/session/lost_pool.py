@@ -26,7 +26,7 @@ from lightck.pool.partial_copy import BlocksMissingError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved
-from lightck.restore.logical import REPLICATED
+from lightck.restore.logical import ROLES_THAT_MUST_AGREE
 from lightck.restore.moved_state import new_random_states
 from lightck.restore.pool_copies import commit_copy, state_for_copy
 from lightck.restore.usable import RankCheckpoint, parse
@@ -64,10 +64,13 @@ def replicated_lines(stored: RankCheckpoint) -> list[str]:
     lines = [
         f"{name} {_digest(repr((entry.dtype, entry.shape, entry.stride, entry.alias, stored.raw_checksums(name))))}"
         for name, entry in stored.entries.items()
-        if entry.role in REPLICATED
+        if entry.role in ROLES_THAT_MUST_AGREE
     ]
     optimizers = parse(stored).optimizers
-    lines += [f"optimizer {number} {_digest(repr((one.values, one.rest)))}" for number, one in enumerate(optimizers)]
+    lines += [
+        f"optimizer {number} {_digest(repr((one.packed_param_state, one.packed_other_state)))}"
+        for number, one in enumerate(optimizers)
+    ]
     return sorted(lines)
 
 
@@ -85,17 +88,18 @@ def no_longer_intact(stored: Saved, reason: Exception) -> CorruptPoolError:
 def copy_into_new_pool(
     pipeline: Pipeline,
     stored: Saved,
-    name: CheckpointId,
+    checkpoint_id: CheckpointId,
     entries: Sequence[Entry],
     *,
     n_slots: int,
     expected_state_nbytes: int,
     changed_state: Mapping[str, object],
 ) -> None:
-    """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
-    pool gets its path when the copy is durable, and is closed again. ``entries``: tensors for which the pool has space,
-    in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state for which the slots must have
-    space at least. ``changed_state``: what the copy has in its small state in place of what ``stored`` has."""
+    """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under
+    ``checkpoint_id``. The pool gets its path when the copy is durable, and is closed again. ``entries``: tensors for
+    which the pool has space, in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state for
+    which the slots must have space at least. ``changed_state``: what the copy has in its small state in place of what
+    ``stored`` has."""
     pool = pipeline.pool
     state = values.pack(state_for_copy(stored) | dict(changed_state), path="state")
     pool.n_slots = n_slots
@@ -104,7 +108,7 @@ def copy_into_new_pool(
         pool.relayout(
             entries,
             max(len(state), expected_state_nbytes),
-            lambda writer: commit_copy(writer, name, stored, state),
+            lambda writer: commit_copy(writer, checkpoint_id, stored, state),
         )
     except (DamagedError, BlocksMissingError) as err:
         raise no_longer_intact(stored, err) from err

@@ -3,10 +3,12 @@
     report     for each directory, one rank says which checkpoints its pools and peer copies hold; rank 0 names the
                checkpoints of the tiers, one after the other, newest first. So all ranks come to the same decision
     compare    by (claim, incarnation, step): the newest checkpoint that all pools of one world hold, and those of the
-               tiers. If a pool of each world is lost, the tiers count
-    fetch      each rank fetches the parts of the ranks with its number, beside the pools
-    vote       only if all parts are whole, the new files take the place of the pools; else the next checkpoint counts
-    go on      as from any pools; if another number of ranks has sent the checkpoint, it is loaded into this one
+               tiers. If every world has lost at least one pool, a checkpoint of the tiers is used
+    fetch      of n ranks now, rank r fetches the parts of the ranks r, r + n, r + 2 n, ... that sent the checkpoint,
+               beside the pools
+    vote       only if all parts are whole, the new files take the place of the pools; else the next checkpoint is tried
+    go on      as from any pools. If another number of ranks has sent the checkpoint, the present ranks load it as the
+               checkpoint of another world
 
 Invariant: no pool is replaced before all parts of the chosen checkpoint were fetched and verified.
 
@@ -63,7 +65,7 @@ class _Offered(NamedTuple):
     """What the checkpoint says: claim, incarnation, step."""
 
     @property
-    def place(self) -> Order:
+    def sort_key(self) -> Order:
         return Order.of(*self.order)
 
 
@@ -113,7 +115,9 @@ class _InPools:
         return "the pools had no checkpoint in common"
 
 
-def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers: Sequence[Tier], backend: str) -> None:
+def replace_pools_from_tier(
+    directory: str, group: Group, meeting: Meeting, tiers: Sequence[Tier], backend: str
+) -> None:
     """If a tier holds a newer checkpoint than the pools of the ranks have in common, make the pools anew from it. All
     ranks call this. ``backend``: as for ``attach``. Raises ``PoolError`` and ``TierError``."""
     if not tiers:
@@ -133,12 +137,12 @@ def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers:
     reasons: list[str] = []
     while (one := _next_offered(meeting, stores, candidates, rejected, reasons)) is not None:
         newest = in_pools.newest
-        if newest is not None and one.place <= newest:
+        if newest is not None and one.sort_key <= newest:
             return
         if in_pools.unreadable:
-            _name_a_cure(group, in_pools, stores[one.tier], one)
+            _log_hint(group, in_pools, stores[one.tier], one)
             return
-        reason = _bring(directory, group, meeting, hosts, stores[one.tier], one, backend)
+        reason = _replace_pools(directory, group, meeting, hosts, stores[one.tier], one, backend)
         if not reason:
             _report(group, stores[one.tier], one, in_pools, reasons)
             return
@@ -268,7 +272,7 @@ def _refuse_other_runs(stores: Sequence[Store], runs: Sequence[str | None], in_p
 # -- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _bring(
+def _replace_pools(
     directory: str, group: Group, meeting: Meeting, hosts: Hosts, store: Store, one: _Offered, backend: str
 ) -> str:
     """Make the pools anew from a checkpoint. Returns why that is impossible; empty if it was done. All ranks call
@@ -304,7 +308,7 @@ def _bring(
 def _candidate(store: Store, one: _Offered) -> Candidate:
     claim, rejected = claim_of(one.claim), list[Rejected]()
     for found in candidates_of(store, store.listing(), one.step, rejected):
-        if found.checkpoint.claim == claim and found.world_size == one.world_size and found.order == one.place:
+        if found.checkpoint.claim == claim and found.world_size == one.world_size and found.order == one.sort_key:
             return found
     raise DamagedError(f"it cannot read its manifests ({rejected[0].reason if rejected else 'some are not there'})")
 
@@ -320,8 +324,8 @@ def _refuse_single(store: Store, container: Container, path: str) -> None:
 
 
 def _remove_others(directory: str, group: Group, hosts: Hosts, one: _Offered) -> None:
-    """Remove the pools of this directory that are older than the checkpoint, or of no use without a lost one: else the
-    ranks would have to choose between two histories."""
+    """Remove the pools of this directory that are older than the fetched checkpoint, or belong to a world that has
+    lost a pool. Else the ranks would have to choose between two histories."""
     number = hosts.of_rank[group.rank]
     if hosts.place_in_directory(group.rank)[0] != 0:
         return
@@ -338,7 +342,7 @@ def _remove_others(directory: str, group: Group, hosts: Hosts, one: _Offered) ->
             log.warning("lightck: the pool %r was removed: the pools were rebuilt from a tier", path)
 
 
-def _name_a_cure(group: Group, in_pools: _InPools, store: Store, one: _Offered) -> None:
+def _log_hint(group: Group, in_pools: _InPools, store: Store, one: _Offered) -> None:
     if group.rank == 0:
         log.warning(
             "lightck: the pool %r cannot be used, and step %d is in the tier %r. To continue from it, move the "

@@ -23,7 +23,7 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
-from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_whole_error, run_of
+from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_intact_error, run_of
 from lightck.tiers.fetching import fetch
 from lightck.tiers.store import Store
 
@@ -37,13 +37,13 @@ class _InPool(NamedTuple):
     run_id: str
 
 
-def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
+def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store]) -> None:
     """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. The caller holds the
     lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a device."""
     try:
         in_pool = _newest_in_pool(path, backend)
     except PoolError:  # attach says what is wrong with the pool
-        _name_a_cure(path, stores)
+        _log_hint(path, stores)
         return
     rejected: list[Rejected] = []
     for store in stores:
@@ -65,10 +65,10 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
         _tell(path, in_pool, found, rejected)
         return
     if rejected and in_pool is None:
-        raise none_whole_error(stores[0], rejected)
+        raise none_intact_error(stores[0], rejected)
 
 
-def _name_a_cure(path: str, stores: Sequence[Store]) -> None:
+def _log_hint(path: str, stores: Sequence[Store]) -> None:
     newest = next(newest_of_all(stores, []), None)
     if newest is not None:
         log.warning(

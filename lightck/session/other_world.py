@@ -1,7 +1,8 @@
 """The directory of a group holds pools of another world: another number of ranks, or other parts of the tensors.
 
-    compare     Each rank says whether its own pool, if there is one, fits the parts that it holds now. If all fit, and
-                no pool of another number of ranks is there, this file has nothing more to do.
+    compare     Each rank says whether its own pool, if there is one, fits the parts that it holds now. This file has
+                nothing more to do if all fit, no pool of another number of ranks is there, and no rank has lost its
+                pool while peer copies, or pools that it needs on other hosts, are left.
     choose      Each rank opens and locks the pools in the directory. All choose the same world: the one with the newest
                 checkpoint that all its pools have. If that is the world of this group, the pools of the others are left
                 from an earlier change of worlds. Otherwise its checkpoint is loaded.
@@ -35,7 +36,7 @@ from lightck.ranks.copy_file import PEER_COPIES, copies_in, is_peer_copy
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.directory import Held, common_checkpoints
+from lightck.restore.directory import CheckpointsPerPool, common_checkpoints
 from lightck.restore.together import refuse_other_layouts, refuse_unused_rules
 from lightck.session.arguments import Arguments
 from lightck.session.group import Group, directory_id, path_of_pool
@@ -62,7 +63,7 @@ class OtherWorlds:
     """Of the model on this rank."""
     to_remove: list[str]
     """The pools that this rank removes when all ranks have a checkpoint in their own."""
-    candidates: list[tuple[CheckpointId, Held]]
+    candidates: list[tuple[CheckpointId, CheckpointsPerPool]]
     """The checkpoints that all pools of ``source`` have, newest first."""
     incarnation: int
     """The largest incarnation in all pools."""
@@ -136,7 +137,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     if len(hosts.ranks_of) > 1 and (has_other or lost):
         hosts = hosts.merged(directory, group, meeting)
     if len(hosts.ranks_of) > 1 and has_other and arguments.overwrite:
-        return _discard_all(directory, group, tensors, hosts)
+        return _all_to_remove(directory, group, tensors, hosts)
     if len(hosts.ranks_of) > 1 and (has_other or lost):
         return _over_hosts(directory, group, meeting, arguments, tensors, hosts, lost, has_other=has_other)
     if not has_other:
@@ -189,13 +190,13 @@ def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence
     can replace the lost one (``lost_pool.py``). None can if the host has no other rank's pool, or if pools hold only
     the shares of their ranks."""
     n_ranks = len(hosts.of_rank)
-    at_home = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
+    on_own_host = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
     moved = any(rank in world.pools for world in facts if world.world_size == n_ranks for rank in lost)
     holds_shares = any(one.has_shares for world in facts for files in world.pools.values() for one in files)
-    return moved or any(holds_shares or hosts.of_rank[rank] not in at_home for rank in lost)
+    return moved or any(holds_shares or hosts.of_rank[rank] not in on_own_host for rank in lost)
 
 
-def _discard_all(directory: str, group: Group, tensors: ModelTensors, hosts: Hosts) -> OtherWorlds:
+def _all_to_remove(directory: str, group: Group, tensors: ModelTensors, hosts: Hosts) -> OtherWorlds:
     """``find_other_worlds`` with ``overwrite=True``: nothing is loaded, and no pool is opened."""
     paths = [os.path.join(directory, pool_name(rank, group.world_size)) for rank in range(group.world_size)]
     kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
@@ -232,7 +233,7 @@ def _over_hosts(
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", own)]
     not_own = {world_id for ids, _ in received for world_id in ids}
     chosen = _newest_of(facts, hosts, not_own)
-    is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_at_home(hosts)
+    is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_on_own_hosts(hosts)
     if not has_other and (chosen is None or is_own or (max(chosen.common).step == 0 and not chosen.copies)):
         return None  # as with one directory: a new training may have been killed while its pools were made
     _refuse_loss_or_two_histories(facts, chosen)
@@ -311,7 +312,7 @@ def _report_copies(ranks: Sequence[int], step: int, where: str) -> None:
     )
 
 
-def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[CheckpointId, Held]]:
+def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[CheckpointId, CheckpointsPerPool]]:
     """Return the checkpoints that all ranks find in the files that they have opened, newest first. (Somebody may have
     put an older copy into the directory of one host.)"""
     own = msgpack.packb([list(one) for one in choice.common])
@@ -359,7 +360,7 @@ def _fits_own(directory: str, group: Group, tensors: ModelTensors, world: WorldF
 def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes]) -> WorldFacts | None:
     """Choose as ``_choose`` does."""
     newest = [
-        (max(world.common), not world.missing, world.world_id not in not_own and world.is_at_home(hosts), number)
+        (max(world.common), not world.missing, world.world_id not in not_own and world.is_on_own_hosts(hosts), number)
         for number, world in enumerate(facts)
         if world.common
     ]
@@ -413,7 +414,7 @@ class _Choice:
     """Whether that is the world of this group."""
     suffix: str
     """What the names of new pools get if their usual names are taken."""
-    common: Mapping[CheckpointId, Held]
+    common: Mapping[CheckpointId, CheckpointsPerPool]
     """The checkpoints that all pools of the world have."""
 
     def left_by_interruptions(self, worlds: Sequence[World]) -> set[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightck.state.blocks import ALL, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, Positions, RoundRobin
+from lightck.state.blocks import ALL, FULLY_COMPARED_FIRST, NO_BLOCKS, Blocks, Positions, RoundRobin
 from lightck.state.inventory import Live, address_of, is_plain
 from lightck.state.signatures import MemoryLayouts, Registrations, VersionCounters
 
@@ -52,7 +52,7 @@ class OutsideWrites:
             self._record(lives)
             self._token = token
         self._counters = VersionCounters(self._layouts.tensors, self._registrations.dtensors)
-        budget = None if self._reads_all or self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
+        budget = None if self._reads_all or self._n_taken < FULLY_COMPARED_FIRST else BUDGET_NBYTES
         self._n_taken += 1
         self._chosen, _ = self._round_robin.next_blocks(self._blocks, budget)
         self._checksums = self._blocks.checksums(self._chosen)
@@ -88,8 +88,8 @@ class OutsideWrites:
             pass
         return [live.name for live in self.lives if not live.is_current()]
 
-    def go_on(self) -> None:
-        """Take what the tensors are now for what they were when the last ``step`` ended."""
+    def rebaseline(self) -> None:
+        """Use the present content of the tensors as the new baseline, as if the last ``step`` had just ended."""
         self.step_ended(self.lives, None)
 
     def forget(self) -> None:

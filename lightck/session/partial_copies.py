@@ -74,8 +74,8 @@ class _Copy:
 
     @property
     def attempts_max(self) -> int:
-        """After so many fetches of a block, each source has sent it. (The first fetch takes a block from any of the
-        sources, and each further fetch from the next source.)"""
+        """The number of fetches of a block after which each source has sent it. (The first fetch takes a block from any
+        of the sources, and each further fetch from the next source.)"""
         return 1 if len(self.sources) == 1 else 1 + len(self.sources)
 
 
@@ -122,7 +122,8 @@ class PartialCopies:
 
     @property
     def _timeout(self) -> float:
-        """Of a wait for other ranks: some of them may have to copy all."""
+        """Seconds that one wait for other ranks may take. It grows with the number of copies, because one rank may have
+        to make all of them."""
         return self._meeting.timeout * (1 + len(self._copies))
 
     def _path(self, copy: _Copy) -> str:

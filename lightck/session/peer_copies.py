@@ -32,7 +32,7 @@ from lightck.ranks.copy_cadence import CopyCadence, FirstCopy, longest
 from lightck.ranks.copy_file import PEER_COPIES, copies_in, uuid_of
 from lightck.ranks.copy_receiver import CopyReceiver
 from lightck.ranks.copy_sender import CopySender
-from lightck.ranks.link import LinkError, LinkListener, connected, own_addresses
+from lightck.ranks.link import LinkError, LinkListener, connect, own_addresses
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule
 from lightck.ranks.rule import CheckpointId
@@ -66,7 +66,7 @@ def hosts_of_copies(directory: str, group: Group, meeting: Meeting, replicas: Re
 
 
 _CONNECT_SECONDS_MAX = 60.0
-"""A rank tries so long to connect, if ``timeout=`` is not shorter."""
+"""For how long a rank tries to connect at most. ``timeout=`` counts if it is shorter."""
 _ACCEPT_SECONDS = 0.5
 """How often a rank that waits for a connection looks whether another rank has failed."""
 
@@ -92,17 +92,18 @@ class PeerCopies:
         self._gives_up = threading.Event()
         """Set if this rank cannot connect."""
 
-    def begin(self, rule: GroupRule, name: CheckpointId, hosts: Hosts, options: SaveOptions) -> None:
-        """Copy the checkpoint ``name``, which all ranks have, and keep copies from now on. All ranks call this. Raises
-        ``RankError`` and ``PoolError``."""
+    def begin(self, commit_rule: GroupRule, checkpoint_id: CheckpointId, hosts: Hosts, options: SaveOptions) -> None:
+        """Copy the checkpoint with this id, which all ranks have, and keep copies from now on. All ranks call this.
+        Raises ``RankError`` and ``PoolError``."""
         try:
             self._connect(hosts)
             assert self._sender is not None, "it is connected"
             began = time.perf_counter()
-            if not self._sender.copy(name):
+            if not self._sender.copy(checkpoint_id):
                 raise RankError(
-                    f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}, although the "
-                    "ranks have just agreed on it. Is a second job using the pool? End it, and start all ranks again."
+                    f"The checkpoint of step {checkpoint_id.step} is no longer in the pool {self._pool_path!r}, "
+                    "although the ranks have just agreed on it. Is a second job using the pool? End it, and start all "
+                    "ranks again."
                 )
             copied = FirstCopy(time.perf_counter() - began, self._sender.n_bytes_sent, self._sender.nbytes_of_all)
             own = msgpack.packb([copied, self._sender.uuid])
@@ -111,11 +112,12 @@ class PeerCopies:
         except BaseException:
             self.close()
             raise
-        rule.receivers = self._receivers
+        commit_rule.receivers = self._receivers
         if options.replicas.every is None and self._group.rank == 0:
-            assert isinstance(options.interval, int), "a group has a fixed interval"
-            rule.cadence = CopyCadence(longest(FirstCopy(*one) for one, _ in found), copied.nbytes, options.interval)
-        rule.keep_copies(self._sender, options.replicas.every or 0)
+            assert isinstance(options.interval, int), "replicas= is refused with another interval"
+            first = longest(FirstCopy(*one) for one, _ in found)
+            commit_rule.cadence = CopyCadence(first, copied.nbytes, options.interval)
+        commit_rule.keep_copies(self._sender, options.replicas.every or 0)
 
     def _connect(self, hosts: Hosts) -> None:
         """Connect to the rank that keeps the copy of this rank's pool, and wait for the ranks whose copies this rank
@@ -131,7 +133,7 @@ class PeerCopies:
                     accepted = executor.submit(self._accept, listener, kept)
                     try:
                         where, port, key = addresses[keeper]
-                        link = connected(where, port, key, min(self._meeting.timeout, _CONNECT_SECONDS_MAX))
+                        link = connect(where, port, key, min(self._meeting.timeout, _CONNECT_SECONDS_MAX))
                         self._sender = CopySender(
                             link, self._pool_path, self._meeting.name_of(keeper), self._meeting.timeout
                         )

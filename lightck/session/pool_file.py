@@ -36,7 +36,7 @@ from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
 from lightck.restore.usable import checkpoints_of, parse_state, stored_checkpoint
 from lightck.session.arguments import Arguments
-from lightck.session.base_every import chosen
+from lightck.session.base_every import base_every_given
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.session.gradient_arguments import n_records, refuse_small_gain, space_advice
@@ -65,7 +65,7 @@ class PoolFile:
     """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
     yet. All these tensors can be stored."""
 
-    before_adoption: Callable[[Contents | None, CommitRecord | None], None] | None = field(init=False, default=None)
+    before_first_change: Callable[[Contents | None, CommitRecord | None], None] | None = field(init=False, default=None)
     """Called when it is known from which checkpoint the training goes on (None: from none), and before anything in the
     pool is changed."""
 
@@ -74,7 +74,7 @@ class PoolFile:
 
     def __post_init__(self) -> None:
         if not self.is_rank_pool:
-            self.capture.run_id = new_run_id()  # ``adopt`` sets that of a training that goes on
+            self.capture.run_id = new_run_id()  # ``_take_over_ids_of`` replaces it if a training goes on
         lives = list(self.capture.expected_tensors())
         if not self.is_rank_pool:
             refuse_parts(lives)
@@ -111,9 +111,9 @@ class PoolFile:
             checkpoint = self._restored(reader)
             recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
             if checkpoint is not None:
-                self._go_on_as(checkpoint[0], reader)
-                if self.before_adoption is not None:
-                    self.before_adoption(*checkpoint)
+                self._take_over_ids_of(checkpoint[0], reader)
+                if self.before_first_change is not None:
+                    self.before_first_change(*checkpoint)
         except BaseException:
             reader.close()
             raise
@@ -142,12 +142,12 @@ class PoolFile:
         return anew, (replace(contents, stale_after=None), candidates(anew.commit_log())[0])
 
     def _begin_anew(self, pipeline: Pipeline) -> None:
-        if self.before_adoption is not None:
-            self.before_adoption(None, None)
+        if self.before_first_change is not None:
+            self.before_first_change(None, None)
         self._create(pipeline)
 
-    def _go_on_as(self, contents: Contents, reader: PoolReader) -> None:
-        """Save further checkpoints as those of the training that has saved this one."""
+    def _take_over_ids_of(self, contents: Contents, reader: PoolReader) -> None:
+        """Save further checkpoints under the run id and the claim of the training that has saved this one."""
         self.capture.run_id = contents.run_id or reader.superblock.uuid.hex()
         self.capture.claim = contents.claim
 
@@ -222,7 +222,7 @@ class PoolFile:
             return None
         known = restored_from(self.arguments.model, self.path, reader.superblock.uuid)
         if known is not None:
-            return self._go_on_from(reader, known)
+            return self._checkpoint_restored_by_script(reader, known)
         if not self.arguments.resume:
             records = candidates(reader.commit_log())
             held = f"step {records[0].step}" if records else "checkpoints that cannot be read"
@@ -286,7 +286,7 @@ class PoolFile:
         if lost is not None:
             raise lost
 
-    def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
+    def _checkpoint_restored_by_script(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
         """Return the checkpoint that the script restored into the model before attach. Raises ``SessionError`` if parts
         of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds the
         checkpoint."""
@@ -359,7 +359,7 @@ class PoolFile:
             options, pool = self.arguments.save_options, pipeline.pool
             if options.gradients is None:
                 raise
-            largest = chosen(options.gradients) or tolerant_base_every(pool.n_slots)
+            largest = base_every_given(options.gradients) or tolerant_base_every(pool.n_slots)
             advice = space_advice(entries, state_nbytes, pool.kind, largest, options.fixed_interval, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
@@ -372,7 +372,7 @@ class PoolFile:
         """Return the entries of all tensors of a rank's checkpoint, those predicted for the optimizers' state included.
         Raises ``UnsupportedError`` if they cannot be predicted."""
         updates_by_hand = self.found.optimizers_were_passed and not self.found.optimizers
-        if self._with_state is None:  # a prediction makes a step of each optimizer on stand-ins
+        if self._with_state is None:  # a prediction makes a step of each optimizer on dummy parameters
             self._with_state = dict(self.entries) if updates_by_hand else self._predicted()
         entries = self._with_state
         if entries is None:

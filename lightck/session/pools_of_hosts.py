@@ -44,7 +44,7 @@ class PoolFacts:
     """The usable checkpoints."""
     incarnation: int
     steps_max: int
-    """The largest step of a commit record, whether its checkpoint is usable or not."""
+    """The largest step of a commit record, whether its checkpoint is usable or not; 0 for a peer copy."""
     has_shares: bool
     """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
     has_gradients: bool
@@ -90,7 +90,7 @@ class WorldFacts:
                 found[rank] = holding[0]
         return found
 
-    def is_at_home(self, hosts: Hosts) -> bool:
+    def is_on_own_hosts(self, hosts: Hosts) -> bool:
         """Whether each rank of the group has its own pool of this world in its own directory, with the newest common
         checkpoint in it. (An old copy does not count.)"""
         newest = max(self.common, default=None)
@@ -195,8 +195,8 @@ def _without_useless_checkpoints(files: list[PoolFacts]) -> list[PoolFacts]:
 
 
 def _with_copies_that_help(world: WorldFacts) -> WorldFacts:
-    """Return a world. If the ranks have no checkpoint in common even with their peer copies, leave the copies out: the
-    pools that are left may hold all tensors."""
+    """Return a world. If the ranks have no checkpoint in common even with their peer copies, leave the copies out. A
+    rank without a pool then counts as missing, and the other ranks may have a checkpoint that holds all tensors."""
     if world.common:
         return world
     pools = {rank: [one for one in files if not one.is_copy] for rank, files in world.pools.items()}
@@ -222,8 +222,8 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
                 _digest(reader, [one for many in usable.values() for one in many]),
             )
             steps = max((record.step for record in log.records.values()), default=0)
-            kinds = has_shares_in_table(reader), reader.superblock.has_gradients
-            yield [path.name, *key, ids, log.incarnation, steps, *kinds, digest]
+            flags = has_shares_in_table(reader), reader.superblock.has_gradients
+            yield [path.name, *key, ids, log.incarnation, steps, *flags, digest]
     for copy, reader in readable_copies(directory):
         with closing(reader):
             if reader.group is not None:

@@ -1,4 +1,4 @@
-"""``lightck.preemption``: after a signal the loop ends behind the present step, with its checkpoint in pool and tiers.
+"""``lightck.preemption``: after a signal the loop ends after the present step, with its checkpoint in pool and tiers.
 
     handler        Python runs it on the main thread; while lightck works there, it waits (``interrupts.py``). It notes
                    the signal and the deadline, and wakes the watcher
@@ -9,7 +9,7 @@
     watcher        a thread. At half the grace, if no step has ended, the drain is asked for the newest checkpoint. At
                    the deadline it names what is missing
 
-``stop_request.py`` has all but the handler.
+Everything except the handler is in ``stop_request.py``.
 
 Invariants: the signal changes no bit of a step. Where ``should_stop`` is True, the newest checkpoint is the state from
 which the next step starts.
@@ -20,18 +20,20 @@ Failure cases:
                                     warning says what to write
     the deadline passes             a warning names the step that has not ended, or which place lacks which step. What
                                     runs goes on. A further signal acts as before the call
-    further signals before that     nothing: batch systems and launchers send a signal more than once
+    further signals before that     lightck does nothing, because batch systems and launchers send a signal more than
+                                    once. A handler that was there is called each time
     before the call, after close    a signal acts as without lightck
     a handler that was there        is called too, after this one. Python's own for Ctrl-C is not: it would raise in the
                                     middle of the step
-    a handler outside Python        refused by name (``faulthandler.register``, MPI): it would be replaced unseen
+    a handler outside Python        (``faulthandler.register``, MPI) refused with an error that names the signal,
+                                    because lightck's handler would silently replace it
     a forked child                  SIGTERM and Ctrl-C act as before the call, so that ``terminate()`` works. Other
-                                    signals are ignored if their action was the default: one for all processes of a job
-                                    must not end the workers of a DataLoader
+                                    signals are ignored if their action was the default: a signal that is sent to all
+                                    processes of a job must not end the workers of a DataLoader
     a group of ranks                a signal on one of them counts for all: they agree at which reading of
                                     ``should_stop`` it turns True (``ranks/agreed_end.py``). ``interval`` stays as it
                                     is until then, so that all save the same steps
-    ranks without a group           refused by name: ranks that stop behind different steps hang
+    ranks without a group           refused: ranks that stop after different steps hang
 """
 
 from __future__ import annotations
@@ -139,13 +141,13 @@ def preemption(
     signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     grace: str | float = "90s",
 ) -> Preemption:
-    """Let a signal end the training behind the present step: ``if session.should_stop: break`` in the loop.
+    """Let a signal end the training after the present step: ``if session.should_stop: break`` in the loop.
 
     After one of the signals the present step goes on to its end. ``session.should_stop``, read between two steps,
     commits it, waits until every tier has it, and is True then. Call this on the main thread, after ``attach``.
 
     In a group of ranks all ranks call it, and read ``should_stop`` at the same points of their loops. A signal on one
-    rank counts for all, and ``should_stop`` turns True on all behind the same step.
+    rank counts for all, and ``should_stop`` turns True on all after the same step.
 
     Args:
         session: what ``attach`` returned.
@@ -217,7 +219,7 @@ def _refuse_ranks(session: Session) -> None:
     if session.world < n_ranks:
         raise UnsupportedError(
             f"This is one of {n_ranks} ranks, and {session.world} of them were attached together: ranks outside of the "
-            "group would not learn of the signal, and if they stop behind another step, some wait for ever. Attach all "
+            "group would not learn of the signal, and if they stop after another step, some wait for ever. Attach all "
             "ranks together. Or set a flag in your own handler, sum the flags of all ranks with all_reduce at the end "
             "of each step, and leave the loop on all ranks if the sum is not 0."
         )
@@ -264,9 +266,8 @@ def _add(number: int, request: StopRequest) -> None:
 
 
 def _remove(request: StopRequest) -> None:
-    """Serve a request no more, and install the earlier handlers again. (On another thread than the main one that is
-    impossible, and if something else was installed since then, it may call the handler: then it acts as the earlier
-    one.)"""
+    """Serve a request no more, and install the earlier handlers again. (On another thread than the main one, or
+    if another handler was installed since then, lightck's handler stays: it then does what the earlier one did.)"""
     is_main = threading.current_thread() is threading.main_thread()
     for handler in list(_handlers):
         if request in handler.requests:

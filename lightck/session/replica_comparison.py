@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightck.state.blocks import ALL, WHOLE_CHECKPOINTS, Blocks, RoundRobin
+from lightck.state.blocks import ALL, FULLY_COMPARED_FIRST, Blocks, RoundRobin
 from lightck.state.inventory import Live
 from lightck.state.signatures import MemoryLayouts
 from lightck.state.unit_replicas import UnitReplica, largest_difference, on_host
@@ -22,7 +22,8 @@ BLOCK = 64 << 10
 BUDGET_NBYTES = 16 << 20
 """How many bytes in host memory are compared for one checkpoint."""
 ROUND = 16
-"""In so many checkpoints each unit on a device is renewed once, if no unit is larger than the others together."""
+"""Each checkpoint measures and renews units on devices with at least 1 / ``ROUND`` of their bytes. So a round over all
+of them takes at most ``ROUND`` checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class ReplicaComparison:
         is compared if a live tensor has other memory than at the boundary."""
         if not self._pairs or not self._layouts.are_unchanged():
             return []
-        is_whole = self._reads_all or self._n_compared < WHOLE_CHECKPOINTS
+        is_whole = self._reads_all or self._n_compared < FULLY_COMPARED_FIRST
         chosen, ends_round = self._round_robin.next_blocks(self._live_blocks, None if is_whole else BUDGET_NBYTES)
         self._n_compared += 1
         if (self._live_blocks.checksums(chosen) != self._copy_blocks.checksums(chosen)).any():
@@ -81,7 +82,7 @@ class ReplicaComparison:
     def measure_next(self, usable: Callable[[UnitReplica], bool]) -> tuple[list[Difference], int]:
         """Measure the units on a device whose turn it is, and renew them. Return the differences, and how many units
         were renewed. ``usable``: whether the live tensors of a unit still have the state of the checkpoint. The device
-        must have passed the work that makes this state."""
+        must have completed the work that makes this state."""
         total, nbytes, found, n_renewed = sum(one.nbytes for one in self._on_device), 0, list[Difference](), 0
         for _ in range(len(self._on_device)):
             replica = self._on_device[self._turn % len(self._on_device)]

@@ -36,12 +36,13 @@ from lightck.stats import Meter
 log = logging.getLogger("lightck")
 GROUPS_MAX = 8
 GROUP_NBYTES_MIN = 1 << 20
-"""A group of copies, which the pipeline copies together, has at least so many bytes if there are several."""
+"""The least number of bytes of a group of copies, which the pipeline copies together, if there are several groups."""
 
 
 class ReplicaUpdates(StepListener):
-    """Its ``consumed_gradients`` is a listener of its own. It is the ``GradientCopier`` of this listener, the
-    ``StandIns`` of ``Capture``, and ``validate`` is a validator of the pipeline."""
+    """Keeps the copies of ``Replica()`` up to date. It is the ``GradientCopier`` of its ``consumed_gradients`` (a
+    listener that is registered by itself), and the ``StandIns`` of ``Capture``; ``validate`` is a validator of the
+    pipeline."""
 
     def __init__(
         self,
@@ -72,13 +73,13 @@ class ReplicaUpdates(StepListener):
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
         self._partials: dict[int, tuple[PartialOptimizer, str]] = {}
-        """Number of an optimizer -> what makes its running step again, and why this would be of no use ("")."""
+        """Number of an optimizer -> what replays its running step, and why a replay is impossible ("" if it is not)."""
         self._overwritten: dict[str, list[str]] = {}
-        """Names of units whose copy used a gradient of this update that was written meanwhile -> their tensors."""
+        """Name of a unit whose copy read a gradient after it had been overwritten -> names of the unit's tensors."""
         self._failure = ""
         """Why the copies cannot make an update."""
-        self._marks: list[Arrival] = []
-        """For each device, the end of its work at the last boundary."""
+        self._arrivals: list[Arrival] = []
+        """For each device, when its work until the last boundary has ended."""
         self._token: object = None
         """``Capture.token`` for which ``_replicas`` was made, or found unchanged."""
         self._watched: tuple[object, list[Live]] = None, []
@@ -126,10 +127,10 @@ class ReplicaUpdates(StepListener):
             self._outside.step_ended(lives, token)
 
     def skipped_step(self, index: int) -> None:
-        self._outside.go_on()  # a fused step moves version counters even if it changes nothing
+        self._outside.rebaseline()  # a fused step moves version counters even if it changes nothing
 
     def _find_writes(self) -> None:
-        """Find what was written between updates. Its copies are not current then."""
+        """Mark the copies of units that were written between updates as out of date."""
         written = set(self._outside.found()) if self._replicas else set()
         if written:
             is_any = not self._outside.has_compared_bytes  # an unannounced write to any other tensor would not show
@@ -197,8 +198,8 @@ class ReplicaUpdates(StepListener):
         if not self._replicas:
             return []
         self._find_exchanged()
-        marks = self._marks_now()
-        found = {name: ReplicaUpdate(one, update.threads, marks) for name, one in self._replicas.items()}
+        arrivals = self._arrivals_now()
+        found = {name: ReplicaUpdate(one, update.threads, arrivals) for name, one in self._replicas.items()}
         for reason in update.reasons[:1]:
             self._outdate_all(found, reason)
         for step in update.optimizer_steps:
@@ -235,8 +236,8 @@ class ReplicaUpdates(StepListener):
             self._copy(gradient)  # the next backward pass writes into its memory
         return gradient.tensors or self._copies.get(gradient, ())
 
-    def _marks_now(self) -> list[Arrival]:
-        """Return the end of the present work of each device that has tensors of the replica."""
+    def _arrivals_now(self) -> list[Arrival]:
+        """For each device that has tensors of the replica, return when its present work has ended."""
         on_device = [one.lives[0].tensor for one in self._replicas.values() if one.is_on_device]
         transfers = dict.fromkeys(transfer for tensor in on_device if (transfer := transfer_of(tensor)) is not None)
         return [transfer.mark() for transfer in transfers]
@@ -300,12 +301,12 @@ class ReplicaUpdates(StepListener):
                     str(err).partition("\n")[0],
                 )
                 return
-        self._marks = self._marks_now()
+        self._arrivals = self._arrivals_now()
         if all(one.is_current for one in self._replicas.values()):
             return
         self.settle()
-        for mark in self._marks:
-            mark.synchronize()
+        for arrival in self._arrivals:
+            arrival.synchronize()
         with ordinary_tensors():
             for name, replica in self._replicas.items():
                 if not replica.is_current:
@@ -315,8 +316,8 @@ class ReplicaUpdates(StepListener):
         self._outside.step_ended(self._watched[1], None)
 
     def _allocate(self) -> None:
-        """Allocate copies of all units that have none of their present tensors. They are not current yet. Raises
-        ``MemoryError``."""
+        """Allocate copies for the units whose tensors are new or were replaced. Their content is filled in later.
+        Raises ``MemoryError``."""
         lives, token = self._capture.tensors(), self._capture.token
         found = {one.name: one for one in unit_tensors(lives, self._capture.optimizers)}
         old = self._replicas
@@ -394,8 +395,8 @@ class ReplicaUpdates(StepListener):
 
     def _measure_devices(self) -> None:
         if any(one.is_on_device for one in self._replicas.values()):
-            for mark in self._marks:
-                mark.synchronize()
+            for arrival in self._arrivals:
+                arrival.synchronize()
             written = set(self._outside.found())
             differences, n_renewed = self._comparison.measure_next(
                 lambda one: one.is_current and not any(live.name in written for live in one.lives)
@@ -421,8 +422,8 @@ class ReplicaUpdates(StepListener):
             reason,
             names,
             verified_until=verified_until,
-            consequence="Something that lightck does not see changes the training, or its update has other bits if it "
-            "is made again. From now on every checkpoint is taken from the tensors of the training, as with "
+            consequence="Something that lightck does not see changes the training, or a replay of an update does not "
+            "give the same bits. From now on every checkpoint is taken from the tensors of the training, as with "
             "FullState(). Use strategy=FullState() for this training.",
         )
 

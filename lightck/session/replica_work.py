@@ -34,11 +34,11 @@ class ReplicaUpdate:
     group: ReplicaGroup
     """Learns that the update was made. Set before ``run``."""
 
-    def __init__(self, replica: UnitReplica, threads: int, marks: Sequence[Arrival]) -> None:
-        """``threads``: the number of intra-op threads that made the update of the training. ``marks``: the end of the
-        work of each device that makes the gradients."""
+    def __init__(self, replica: UnitReplica, threads: int, arrivals: Sequence[Arrival]) -> None:
+        """``threads``: the number of intra-op threads that made the update of the training. ``arrivals``: one for
+        each device, which says when its gradients are there."""
         self.replica, self.failure = replica, ""
-        self._threads, self._marks = threads, marks
+        self._threads, self._arrivals = threads, arrivals
         self._steps: list[_Step] = []
 
     def add(
@@ -62,7 +62,8 @@ class ReplicaUpdate:
 
     @property
     def may_run_on_thread(self) -> bool:
-        """Whether another thread, with one intra-op thread, gives the same bits. On a device no thread does."""
+        """Whether another thread, with one intra-op thread, gives the same bits; also True for a unit on a device,
+        whose bits the host cannot repeat on any thread. False for a class that is none of ``torch.optim``."""
         return all(
             one.optimizer.is_torch
             and (
@@ -79,8 +80,8 @@ class ReplicaUpdate:
     def run(self) -> None:
         """Make the update. This raises nothing."""
         try:
-            for mark in self._marks:
-                mark.synchronize()
+            for arrival in self._arrivals:
+                arrival.synchronize()
             for one in self._steps:
                 self._make(one)
             self.replica.refuse_replaced()

@@ -31,7 +31,7 @@ class ReplicaGroup:
         self._starts: list[Callable[[], object]] = []
 
     def begin(self, n_units: int) -> None:
-        """So many units of the group get an update now, and ``unit_updated`` will be called for each."""
+        """``n_units`` units of the group get an update now, and ``unit_updated`` will be called for each."""
         with self._lock:
             self._n_left += n_units
             if self._n_left:

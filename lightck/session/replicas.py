@@ -15,9 +15,10 @@ class Replicas:
     Args:
         count: 1 or 2. With 2, each rank keeps a copy of its pool on another host, from which training goes on if a
             host is lost.
-        every: steps between two copies, a multiple of ``interval``. So many steps (and those that are made while a
-            copy is under way) are lost with a host. None: rank 0 chooses the smallest number of steps with which
-            copying at full speed would take at most a fiftieth of the training time, and at least twice ``interval``.
+        every: steps between two copies, a multiple of ``interval``. The loss of a host loses up to this many steps,
+            and those that are made while a copy is under way. None: rank 0 chooses the smallest number of steps with
+            which copying at full speed would take at most a fiftieth of the training time, and at least twice
+            ``interval``.
     """
 
     count: int = 2

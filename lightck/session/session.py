@@ -137,14 +137,14 @@ class Session:
         only when it begins a checkpoint, so a newer step may be common already. Without a group: ``committed``."""
         if self._membership is None:
             return self.committed
-        known = self._membership.rule.knowledge.common
+        known = self._membership.commit_rule.knowledge.common
         return None if known is None else known.step
 
     @property
     def copied(self) -> int | None:
         """The newest step that this rank knows to be in the peer copies of all ranks (``replicas=2``), or None. If a
         host is lost, the training continues from this step or a later one."""
-        known = None if self._membership is None else self._membership.rule.knowledge.copied
+        known = None if self._membership is None else self._membership.commit_rule.knowledge.copied
         return None if known is None else known.step
 
     @property
@@ -175,7 +175,7 @@ class Session:
             step=self._steps.updates,
             in_flight=self._pipeline.n_uncommitted,
             interval=self._steps.commits.cadence.interval,
-            rank_wait_seconds=0.0 if self._membership is None else self._membership.rule.wait_seconds,
+            rank_wait_seconds=0.0 if self._membership is None else self._membership.commit_rule.wait_seconds,
             base_every=self._steps.base_every,
             emulated=self.durability.emulated,
         )

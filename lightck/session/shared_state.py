@@ -17,7 +17,7 @@ log = logging.getLogger("lightck")
 _DEPTH_MAX = 32
 
 
-def warn_of_shared_tensors(found: Found) -> None:
+def warn_of_shared_memory_in_objects(found: Found) -> None:
     """Warn once for each object that was passed in ``state=`` and is neither a module nor of torch's classes, if two
     tensors in its ``state_dict()`` share memory. Restored, they have memory of their own, so a write to one no longer
     changes the other. (A module writes into its tensors in place, so they stay shared.)"""
@@ -64,7 +64,7 @@ def _tensors(value: object, path: str, depth: int) -> Iterator[tuple[str, torch.
             yield from _tensors(part, f"{path}/{i}" if path else str(i), depth + 1)
 
 
-def warn_of_shared_memory(lives: Iterable[Live], optimizers: Iterable[object]) -> bool:
+def warn_of_shared_memory_in_optimizers(lives: Iterable[Live], optimizers: Iterable[object]) -> bool:
     """Warn if two tensors of optimizer state share memory, because a restore makes separate tensors of them. Return
     whether there is any optimizer state yet. ``optimizers``: those that are followed. One with a true attribute
     ``joins_restored_state`` puts restored tensors into common memory by itself (DeepSpeed's partitions)."""

@@ -22,15 +22,15 @@ from lightck.session.group import Group
 
 
 def restore_one_of(
-    restore: LiveRestore, name: CheckpointId, candidates: Sequence[RankCheckpoint], group: Group
+    restore: LiveRestore, checkpoint_id: CheckpointId, candidates: Sequence[RankCheckpoint], group: Group
 ) -> tuple[RankCheckpoint | None, str, list[str]]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify; and the names of tensors of which this rank held other values in rows that
-    other ranks wrote."""
+    reason why the first one does not verify; and the names of the tensors whose rows that other ranks wrote differ from
+    what this rank held in them."""
     problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
-            with whole_of(stored, name, group) as (source, differing):
+            with whole_of(stored, checkpoint_id, group) as (source, differing):
                 restore.take(source, parse(source), [])
             return stored, "", differing
         except DamagedError as err:
@@ -39,16 +39,16 @@ def restore_one_of(
 
 
 @contextmanager
-def whole_of(own: RankCheckpoint, name: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
-    """Yield this rank's checkpoint, with all rows of each tensor, and the names of tensors of which the rank held other
-    values in rows that other ranks wrote (``differing_rows``). ``name``: id of the checkpoint. The other ranks' pools
-    are open in the block. Raises ``DamagedError`` if rows are missing."""
+def whole_of(own: RankCheckpoint, checkpoint_id: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
+    """Yield this rank's checkpoint, with all rows of each tensor, and the names of the tensors whose rows that other
+    ranks wrote differ from what this rank held in them (``differing_rows``). ``checkpoint_id``: of the checkpoint. The
+    other ranks' pools are open in the block. Raises ``DamagedError`` if rows are missing."""
     if isinstance(own, ReplayedCheckpoint) or not has_shares(own):
         yield own, []
         return
     with ExitStack() as opened:
         pools = _pools_of_others(own, group, opened)
-        found = {rank: next(iter(usable_by_id(pools[rank]).get(name, ())), None) for rank in sorted(pools)}
+        found = {rank: next(iter(usable_by_id(pools[rank]).get(checkpoint_id, ())), None) for rank in sorted(pools)}
         of_others = {rank: stored for rank, stored in found.items() if stored is not None}
         held = HeldTensors(own, of_others)
         yield held, differing_rows(own, parse(own).rows_of_others, of_others)

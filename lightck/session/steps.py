@@ -1,5 +1,5 @@
-"""What a session does at each step event. ``Steps`` receives each event after all other listeners, which only record
-it. (``StepEvents.add`` puts each new listener before the present ones, and ``Steps`` is added first.)
+"""What a session does at each step event. ``Steps`` receives each event after all other listeners, so it acts on what
+they have done. (``StepEvents.add`` puts each new listener before the present ones, and ``Steps`` is added first.)
 
 ``Boundary`` decides which event closes a checkpoint, ``Capture`` reads the state, and ``Commits`` saves the state. The
 checkpoint of step *t* is "the state from which step *t + 1* starts".
@@ -37,7 +37,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.restore.resume import Resumed
 from lightck.session.base_check import BaseCheck
-from lightck.session.base_every import BaseEveryTuner, Costs
+from lightck.session.base_every import BaseEveryTuner, CopyCosts
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
 from lightck.session.compression import Compression
@@ -68,7 +68,8 @@ log = logging.getLogger("lightck")
 
 
 class Steps(StepListener):
-    """The step listener of one session. Its attributes are for ``session/`` only."""
+    """The main step listener of one session, and the owner of its parts: capture, pipeline, commits, hooks, checks. Its
+    attributes are for ``session/`` only."""
 
     session: OpenSession
     """The user's object. The hooks of the model keep this listener alive, and this attribute keeps the session
@@ -134,9 +135,9 @@ class Steps(StepListener):
     def record_updates(
         self, compression: Compression | None = None, *, mtbf: float | None = None, is_in_group: bool = False
     ) -> None:
-        """Store in each checkpoint what its update consumed. ``compression``: of the gradients, before that;
-        ``is_in_group``: by the communication hook of DistributedDataParallel. ``mtbf``: lower ``base_every`` to what
-        this mean time between failures asks for; None: leave it as it is."""
+        """Store in each checkpoint what its update consumed. ``compression``: compresses the gradients before that.
+        ``is_in_group``: this process is a rank, whose DDP communication hook compresses. ``mtbf``: lower ``base_every``
+        to what this mean time between failures asks for; None: leave it as it is."""
         guard = self.pipeline.guard
         index = never_indexed if compression is None else compression.index
         self.update_records = records = UpdateRecords(
@@ -209,7 +210,7 @@ class Steps(StepListener):
         assert isinstance(kind, GradientPools)
         return BaseEveryTuner(
             mtbf,
-            costs=lambda: Costs(
+            costs=lambda: CopyCosts(
                 engine.cpu_seconds + self.meter.wait_seconds, self.meter.bytes_written, records.update_seconds
             ),
             state_nbytes=lambda: 0 if pool.writer is None else updated_nbytes(pool.writer.entries)[0],
@@ -226,8 +227,8 @@ class Steps(StepListener):
 
     @property
     def base_every(self) -> int | None:
-        """In how many steps each unit is written once (``Gradients``), from the next checkpoint on; None if it is not
-        known yet, or with another strategy."""
+        """n, if each unit is written to a home once in n steps (``Gradients``), from the next checkpoint on; None if n
+        is not known yet, or with another strategy."""
         kind = self.pipeline.pool.kind
         return kind.base_every_of(self.pipeline.pool.writer) if isinstance(kind, GradientPools) else None
 

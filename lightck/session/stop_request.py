@@ -1,6 +1,6 @@
 """A request to stop after the present step, and what ``Session.should_stop`` does with it (``preemption.py``).
 
-    take           in a signal's handler: notes signal and deadline, and lets each step be saved from now on
+    take           in a signal's handler: records signal and deadline; without a group each step is saved from now on
     should_stop    between two steps: commits the present one, and waits until the tiers have it
     committed      the first step that has ended since the signal is sent at once, also if nobody reads ``should_stop``
     watch          on a thread: what is to be said or done at half the grace, and at its end
@@ -130,17 +130,17 @@ class StopRequest(CommitListener):
             return False
         assert self.deadline is not None, "the ranks have agreed because of a signal"
         if not self._should_stop_here(steps, self.deadline):
-            self._agreement.postpone()  # so it is on all ranks, which run the same loop
+            self._agreement.postpone()  # all ranks do the same here, because they run the same loop
         return self._is_ready
 
     def _is_end_of_all(self, agreement: EndAgreement) -> bool:
         """Whether all ranks end at this reading. Waits until that is decided, until the deadline at most."""
-        while (passes := agreement.passes()) is None:
+        while (may_continue := agreement.pass_point()) is None:
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._report_alone(agreement)
                 return False
             time.sleep(_PAUSE_SECONDS)
-        return not passes
+        return not may_continue
 
     def _report_alone(self, agreement: EndAgreement) -> None:
         if not self._is_alone_reported:

@@ -3,12 +3,14 @@
     attach                  if the pool has gradient records, the session is one of ``Gradients`` from the start. Else
                             it is one of ``FullState``, and ``not_eligible`` says whether ``Gradients`` would take it
     steps 4 to 10           how long the training waits for copies, and how long copies keep processors busy
-    after step 10           ``FullState`` is kept, unless one of these is more than 1 % of the time, an update changes
-                            at least twice as many bytes as it consumes, and half of the free space holds the pool
+    after step 10           ``Gradients`` is tried if all of this holds: the training waits, or copies keep processors
+                            busy, for more than 1 % of the time; an update changes at least twice as many bytes as it
+                            consumes; no checkpoint is pinned; the pool fits into half of the free space
     the next checkpoint     is full, and is written into a new pool file, which replaces the present one (a relayout)
     after the update then   updates are recorded
-    two rounds of bases     the same costs again. If they are not lower than those of ``FullState``, updates are
-                            recorded no more, and the next checkpoint is written into a new file of the first kind
+    two rounds of bases     the same costs are measured with ``Gradients``. If they are not lower than those of
+                            ``FullState``, updates are recorded no more, and the next checkpoint is written into a new
+                            file of the first kind
 
 Invariant: the file at the pool's path is whole at any moment, and of one kind. An attach after a crash finds the kind
 in the file. Each checkpoint is exact, also while the strategy changes.
@@ -54,7 +56,8 @@ RATIO_MIN = 2.0
 """``FullState`` is kept if an update changes fewer bytes than this for each byte of gradients."""
 ROUNDS = 2
 """For how many rounds of bases the costs of ``Gradients`` are measured."""
-CHOSEN = Gradients(base_every="auto")
+AUTO_CANDIDATE = Gradients(base_every="auto")
+"""The strategy that may take the place of ``FullState``."""
 FULL = FullState.__name__
 
 
@@ -62,13 +65,13 @@ FULL = FullState.__name__
 
 
 def with_present_strategy(arguments: Arguments, path: str, backend: Backend, *, is_rank_pool: bool) -> Arguments:
-    """Return the arguments with the strategy of the pool at this path, where ``strategy="auto"``: ``CHOSEN`` if the
-    pool has gradient records, else ``FullState``. For a rank of a group it is always ``FullState``."""
+    """Return the arguments with the strategy of the pool at this path, where ``strategy="auto"``: ``AUTO_CANDIDATE`` if
+    the pool has gradient records, else ``FullState``. For a rank of a group it is always ``FullState``."""
     options = arguments.save_options
     if options.strategy != AUTO_STRATEGY:
         return arguments
     is_new = is_rank_pool or arguments.overwrite
-    strategy = CHOSEN if not is_new and _has_gradients(path, backend) else FullState()
+    strategy = AUTO_CANDIDATE if not is_new and _has_gradients(path, backend) else FullState()
     return replace(arguments, save_options=replace(options, strategy=strategy))
 
 
@@ -86,7 +89,8 @@ def _has_gradients(path: str, backend: Backend) -> bool:
 @contextmanager
 def explained_refusal(path: str) -> Iterator[None]:
     """Within this block, in which ``strategy="auto"`` found gradient records at this path: raise ``UnsupportedError``
-    if ``CHOSEN`` is refused. Its own advice would mislead: ``FullState`` cannot go on in this pool."""
+    if ``AUTO_CANDIDATE`` is refused. (The advice of the original error would mislead, because ``FullState`` cannot go
+    on in this pool.)"""
     try:
         yield
     except UnsupportedError as err:
@@ -110,7 +114,7 @@ def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_ran
     if any(transfer_of(p) is not None for p in arguments.model.parameters()):
         return "gradients on a device are copied while the training waits"
     try:
-        refuse_unrecordable(CHOSEN, arguments, found, is_rank_pool=False)
+        refuse_unrecordable(AUTO_CANDIDATE, arguments, found, is_rank_pool=False)
     except (UnsupportedError, ValueError) as err:
         return str(err)
     return ""
@@ -119,7 +123,7 @@ def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_ran
 # -- while training runs -----------------------------------------------------------------------------------------------
 
 
-class Costs(NamedTuple):
+class StepCosts(NamedTuple):
     """What a session has spent so far, in seconds. now: the time. waited: how long the training waited for copies.
     stalled: time of the training in lightck, the waits included. copied: CPU time of copy threads."""
 
@@ -129,12 +133,12 @@ class Costs(NamedTuple):
     copied: float
 
 
-def added_seconds(spent: Costs, processors: int) -> float:
+def added_seconds(spent: StepCosts, processors: int) -> float:
     """Return what lightck costs a training that keeps all ``processors`` busy."""
     return spent.stalled + spent.copied / processors
 
 
-def reason_to_keep(spent: Costs, processors: int) -> str:
+def reason_to_keep(spent: StepCosts, processors: int) -> str:
     """Return why ``FullState`` is cheap enough; "" if it is not. ``spent``: between two moments. ``processors``: how
     many the process may use."""
     seconds = max(spent.now, 1e-9)
@@ -189,9 +193,9 @@ class StrategyChoice(StepListener):
         done: Callable[[StepListener], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """kind: of the pool that ``CHOSEN`` writes to. n_pins: returns how many checkpoints are pinned. state_nbytes:
-        returns how many bytes small state has. record_updates: records updates from now on, or (False) no more. done:
-        is called with this object when nothing is left to do. clock: returns the time in seconds."""
+        """kind: of the pool that ``AUTO_CANDIDATE`` writes to. n_pins: returns how many checkpoints are pinned.
+        state_nbytes: returns how many bytes small state has. record_updates: records updates from now on, or (False) no
+        more. done: is called with this object when nothing is left to do. clock: returns the time in seconds."""
         self._pipeline, self._meter, self._kind = pipeline, meter, kind
         self._first_kind, self._first_n_slots = pipeline.pool.kind, pipeline.pool.n_slots
         self._n_pins, self._state_nbytes, self._clock = n_pins, state_nbytes, clock
@@ -208,9 +212,9 @@ class StrategyChoice(StepListener):
         self._does_not_fit = does_not_fit
         self._n_steps = 0
         """Steps since attach, or since updates are recorded."""
-        self._begin: Costs | None = None
+        self._begin: StepCosts | None = None
         """What was spent when the measurement began."""
-        self._of_full_state: Costs | None = None
+        self._of_full_state: StepCosts | None = None
         """What a step of ``FullState`` spent."""
 
     # -- events --------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ class StrategyChoice(StepListener):
         if self._writes_gradients and not self._is_recording:
             self._is_recording, self._n_steps = True, 0
             self._record_updates(True)
-            self._meter.strategy = type(CHOSEN).__name__
+            self._meter.strategy = type(AUTO_CANDIDATE).__name__
         elif not self._writes_gradients and self._meter.strategy != FULL:
             self._meter.strategy = FULL
         if self._is_decided and self._is_recording == self._writes_gradients:
@@ -233,8 +237,8 @@ class StrategyChoice(StepListener):
         if self._n_steps == WARM_UP:
             self._begin = self._costs()
         elif self._begin is not None and self._n_steps == self._n_measured:
-            spent = Costs(*(after - before for before, after in zip(self._begin, self._costs(), strict=True)))
-            per_step = Costs(*(one / (self._n_steps - WARM_UP) for one in spent))
+            spent = StepCosts(*(after - before for before, after in zip(self._begin, self._costs(), strict=True)))
+            per_step = StepCosts(*(one / (self._n_steps - WARM_UP) for one in spent))
             self._begin = None
             if self._is_recording:
                 self._compare(per_step)
@@ -252,13 +256,13 @@ class StrategyChoice(StepListener):
             return MEASURED
         return WARM_UP + ROUNDS * (self._kind.base_every_of(self._pipeline.pool.writer) or BASE_EVERY_MIN)
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> StepCosts:
         meter = self._meter
-        return Costs(self._clock(), meter.wait_seconds, meter.stall_seconds, self._pipeline.engine.cpu_seconds)
+        return StepCosts(self._clock(), meter.wait_seconds, meter.stall_seconds, self._pipeline.engine.cpu_seconds)
 
     # -- the choice ----------------------------------------------------------------------------------------
 
-    def _choose(self, spent: Costs) -> None:
+    def _choose(self, spent: StepCosts) -> None:
         n_records, reason = 0, reason_to_keep(spent, self._processors)
         writer = self._pipeline.pool.writer
         if not reason and self._n_pins():
@@ -281,10 +285,10 @@ class StrategyChoice(StepListener):
             100 * spent.copied / spent.now,
         )
         self._pipeline.request_kind(
-            self._kind, CHOSEN, n_records, "its checkpoints get gradient records", self._does_not_fit
+            self._kind, AUTO_CANDIDATE, n_records, "its checkpoints get gradient records", self._does_not_fit
         )
 
-    def _compare(self, spent: Costs) -> None:
+    def _compare(self, spent: StepCosts) -> None:
         """Keep ``Gradients`` if a step costs less with it."""
         assert self._of_full_state is not None, "_choose has set it"
         self._is_decided = True
@@ -301,9 +305,10 @@ class StrategyChoice(StepListener):
         self._pipeline.request_kind(self._first_kind, FullState(), self._first_n_slots, reason, self._does_not_fit)
 
     def _keep_present(self, err: LightckError) -> None:
-        """Called while the kind of the pool is the present one again."""
+        """Called after a new pool did not fit, when the session writes to the pool of before again."""
         self._is_decided = True
-        other, present = (FULL, type(CHOSEN).__name__) if self._writes_gradients else (type(CHOSEN).__name__, FULL)
+        candidate = type(AUTO_CANDIDATE).__name__
+        other, present = (FULL, candidate) if self._writes_gradients else (candidate, FULL)
         self._meter.strategy_reason = f"a pool for {other} could not be made: {err}"
         log.warning(
             'lightck: strategy="auto" stays with %s, because a pool for %s could not be made: %s The present pool is '

@@ -19,7 +19,7 @@ from lightck.ranks.meet import Meeting
 from lightck.restore.contents import Contents
 from lightck.session.capture import Capture
 from lightck.session.group import Group
-from lightck.tiers.claiming import GoesOnFrom, claim_of, read_claim
+from lightck.tiers.claiming import ResumePoint, claim_of, read_claim
 from lightck.tiers.drains import Drains
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.session_claim import Claimed, claim_for_session, run_of_new_training
@@ -34,16 +34,16 @@ _SEEN_SECONDS_MAX, _PAUSE_SECONDS = 10.0, 0.2
 class TiersOfGroup:
     """The tiers of one session of a group, on this rank."""
 
-    def __init__(self, link: Drains, tiers: Sequence[Tier], group: Group, meeting: Meeting) -> None:
-        self._link, self._tiers, self._group, self._meeting = link, tiers, group, meeting
+    def __init__(self, drains: Drains, tiers: Sequence[Tier], group: Group, meeting: Meeting) -> None:
+        self._drains, self._tiers, self._group, self._meeting = drains, tiers, group, meeting
 
     def run_of_new_training(self, run_id: bytes) -> bytes:
         """Return the id of a training that begins now (``tiers/session_claim.py``). All ranks call this. Raises
         ``TierError``."""
-        own = run_of_new_training(self._link.stores, run_id.hex()) if self._group.rank == 0 else ""
+        own = run_of_new_training(self._drains.stores, run_id.hex()) if self._group.rank == 0 else ""
         if self._group.rank == 0 and not _RUN_ID.fullmatch(own):
             raise TierError(
-                f"A claim in the tier {str(self._link.stores[0])!r} names a run that lightck does not write. Nothing "
+                f"A claim in the tier {str(self._drains.stores[0])!r} names a run that lightck does not write. Nothing "
                 "was changed. Choose another folder."
             )
         return bytes.fromhex(self._meeting.exchange("runs of the tiers", own.encode())[0].decode())
@@ -54,15 +54,15 @@ class TiersOfGroup:
         """Claim the tiers for all ranks. All ranks call this. ``pool``: the path of this rank's pool, if the pools of
         all ranks lie in one directory; else empty. ``contents``, ``record``: of this rank's part of the checkpoint from
         which the training goes on; None for a new training. Raises ``TierError``."""
-        goes_on_from = None if contents is None else GoesOnFrom(contents.step, claim_of(contents.claim))
-        claimed = claim_for_session(self._link.stores, run_id.hex(), goes_on_from) if self._group.rank == 0 else None
+        resume_point = None if contents is None else ResumePoint(contents.step, claim_of(contents.claim))
+        claimed = claim_for_session(self._drains.stores, run_id.hex(), resume_point) if self._group.rank == 0 else None
         own = msgpack.packb([claimed, pool])
         found = [msgpack.unpackb(one) for one in self._meeting.exchange("claim of the tiers", own)]
         claimed = Claimed(*found[0][0])
-        for store in self._link.stores:
+        for store in self._drains.stores:
             self._wait_for_claim(store, claimed)
         generation = 0 if record is None else record.payload_generation
-        self._link.use_claim(claimed, goes_on_from, generation, self._group.rank, [one for _, one in found])
+        self._drains.use_claim(claimed, resume_point, generation, self._group.rank, [one for _, one in found])
         capture.claim = claimed.claim
 
     def _wait_for_claim(self, store: Store, claimed: Claimed) -> None:
@@ -92,9 +92,9 @@ class TiersOfGroup:
             agreement.propose(proposal)
 
         is_first = self._group.rank == 0
-        link = self._link
-        schedule = GroupSchedule(self._tiers, interval, link.newest_steps, link.is_ready, propose if is_first else None)
+        drains, may_propose = self._drains, propose if is_first else None
+        schedule = GroupSchedule(self._tiers, interval, drains.newest_steps, drains.is_ready, may_propose)
         agreement = StepAgreement(
             self._group.connect(), self._meeting.key, self._group.rank, self._group.world_size, schedule
         )
-        link.agree(schedule, agreement.close)
+        drains.agree(schedule, agreement.close)

@@ -45,7 +45,7 @@ log = logging.getLogger("lightck")
 _CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
 _STRUCK = "When it is committed, older ones that may be wrong are struck (made unreadable)."
 FULL_MAX = 20
-"""After so many full checkpoints in a row a warning says that the strategy does not fit the loop."""
+"""After this many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
 
 class UpdateRecords(StepListener):
@@ -98,7 +98,7 @@ class UpdateRecords(StepListener):
         self._token: object = None
         """``Capture.token`` for which ``_watched`` was made."""
         self._logged: set[str] = set()
-        self._own_classes: dict[type, bool] = {}
+        self._custom_classes: dict[type, bool] = {}
         """Class of an optimizer -> whether it is none of ``torch.optim``."""
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
@@ -193,8 +193,8 @@ class UpdateRecords(StepListener):
         self._update = update
 
     def _is_overwritten_early(self, gradient: HeldGradient) -> bool:
-        """Whether the loop writes into the memory of this gradient before the next update. (If that was once found
-        after a copy had begun, also in an earlier process, the pool has its name.)"""
+        """Whether the loop writes into the memory of this gradient before the next update. (The pool
+        remembers the names of gradients that were once overwritten during a copy, also in an earlier process.)"""
         return gradient.kind is GradientClass.VIEW or not self._copied_at_boundary.isdisjoint(names_of(gradient))
 
     def overwritten(self, gradient: HeldGradient, reason: str) -> None:
@@ -208,8 +208,8 @@ class UpdateRecords(StepListener):
 
     def record_of(self, step: int, is_checkpoint: bool = True) -> UpdateRecord | None:
         """Return what the update of this step consumed, for the checkpoint that closes now. Returns None if that is not
-        known; then the checkpoint must be full. ``is_checkpoint``: whether the step is saved. If not, the record is for
-        the next one that is, and this one must be full."""
+        known; then the checkpoint must be full. ``is_checkpoint``: whether the step is saved. If it is not saved, the
+        next checkpoint needs this record; and if None is returned, the next checkpoint must be full."""
         self._find_outside_writes()
         self.consumed_gradients.find_overwritten()
         update, self._update, self._begun = self._update, None, []
@@ -228,7 +228,7 @@ class UpdateRecords(StepListener):
         elif is_checkpoint:
             self._hole = ""
         if reason or update is None:
-            self._outside.go_on()
+            self._outside.rebaseline()
             return None
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         return UpdateRecord(lives, self._packer.value(_recorded(update)), self._updated(update), _left_out_of(update))
@@ -254,27 +254,28 @@ class UpdateRecords(StepListener):
         if found.difference:
             first, last = found.since + 1, update.step - 1
             wrong = (
-                f"If the process crashes before, one of the steps {first} to {last} may be recovered without a write."
+                f"If the process crashes before, one of the steps {first} to {last} may be recovered in a state that "
+                "lacks a write which no update explains."
             )
             self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW, found.generation)
         return found.difference or found.unreadable
 
     def _updated(self, update: CapturedUpdate) -> frozenset[str]:
-        """Return the names of the parameters that an update may have changed. Classes of ``torch.optim`` leave one
-        without a gradient alone."""
+        """Return the names of the parameters that an update may have changed. ``torch.optim`` skips parameters
+        without a gradient."""
         found = {gradient.name for gradient in update.gradients()}
-        own = {view.root for view in self._capture.optimizers if self._is_own(view.optimizer)}
-        for step in update.optimizer_steps if own else ():
-            if step.optimizer in own:
+        custom = {view.root for view in self._capture.optimizers if self._is_custom(view.optimizer)}
+        for step in update.optimizer_steps if custom else ():
+            if step.optimizer in custom:
                 found |= step.gradients.keys() - step.left_out
         return frozenset(found)
 
-    def _is_own(self, optimizer: Optimizer) -> bool:
+    def _is_custom(self, optimizer: Optimizer) -> bool:
         """Whether the class of this optimizer is none of ``torch.optim``."""
         kind = type(optimizer)
-        if kind not in self._own_classes:
-            self._own_classes[kind] = not PartialOptimizer.of(optimizer).is_torch
-        return self._own_classes[kind]
+        if kind not in self._custom_classes:
+            self._custom_classes[kind] = not PartialOptimizer.of(optimizer).is_torch
+        return self._custom_classes[kind]
 
     def _live_of(self, name: str, gradient: HeldGradient, number: int) -> Live:
         copies = self._copies.get(gradient)
@@ -324,7 +325,7 @@ def _left_out_of(update: CapturedUpdate) -> frozenset[str]:
 
 
 def _recorded(update: CapturedUpdate) -> CapturedUpdate:
-    """Return an update without the steps of which no recovery makes a part again."""
+    """Return an update without the optimizer steps that a recovery never replays."""
     kept = tuple(one for one in update.optimizer_steps if not one.left_out or one.gradients.keys() - one.left_out)
     return update if len(kept) == len(update.optimizer_steps) else replace(update, optimizer_steps=kept)
 

@@ -43,6 +43,6 @@ def own_place_of(logical: LogicalCheckpoint, now: SavedLayout | None) -> int | N
     """Return the place of this rank in the layout, if its place, the size and stages of the layout, and the tensors
     that are averaged are those of the old world. Then the rank keeps its own values of these tensors. Otherwise return
     None. Raises ``DamagedError``."""
-    was = parse(logical.own).layout
+    was = parse(logical.state_checkpoint).layout
     is_same = was is not None and now is not None and was._replace(rules="") == now._replace(rules="")
     return was.rank if was is not None and is_same else None

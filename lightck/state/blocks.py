@@ -21,8 +21,8 @@ BUDGET_NBYTES = 1 << 20
 is larger than this."""
 CHECK_VARIABLE = "LIGHTCK_CHECK"
 """Environment variable. If it is "1", all bytes are checked for unannounced writes at every checkpoint."""
-WHOLE_CHECKPOINTS = 3
-"""In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
+FULLY_COMPARED_FIRST = 3
+"""In the first ``FULLY_COMPARED_FIRST`` checkpoints after attach all bytes are compared, without a budget. That reveals
 every write that a loop makes at each step. For the sources of background copies, only checkpoints that
 have such sources are counted."""
 

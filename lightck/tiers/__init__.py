@@ -1,1 +1,2 @@
-"""Checkpoints that the training does not overwrite: held in their slots, or exported to files beside the pool."""
+"""Checkpoints beyond those of the training's slots: held in a slot, exported to files, or sent to a tier, which is a
+folder or an object store."""

@@ -4,7 +4,8 @@ Everything but the bytes of tensors is put into anonymous memory (``fetching.py`
 it is read, verified by the checksums of the pool as any read is, and freed before the next one.
 
 Failure case: an object is damaged, cannot be read, or was removed, which happens an hour after a newer checkpoint has
-replaced this one. While tensors are read, each of these is a ``DamagedError``: what they are sent to has not failed.
+replaced this one. While tensors are read, each of these raises ``DamagedError``, and not ``TierError``: the tier to
+which the checkpoint is sent has not failed.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.storage import holes
-from lightck.tiers.fetching import frame_to_memory
+from lightck.tiers.fetching import metadata_to_memory
 from lightck.tiers.object_copies import content_of
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import Run, TierManifest
 
 
 class FolderUnreachableError(DamagedError):
-    """The tier in which the checkpoint lies cannot be read at the moment. Internal."""
+    """The tier in which the checkpoint lies cannot be reached at the moment. This is no ``TierError``, because the tier
+    to which the checkpoint is sent has not failed. Internal."""
 
 
 @contextmanager
 def checkpoint_in_tier(store: Store, manifest: TierManifest) -> Iterator[StoredCheckpoint]:
-    """Yield a checkpoint that lies whole in a tier. It takes the memory of one piece (32 MiB). Raises ``DamagedError``,
-    ``PoolIOError`` and ``TierError``; while it is read, ``DamagedError`` and ``PoolIOError``."""
-    with closing(frame_to_memory(store, manifest)) as reader:
+    """Yield a checkpoint that lies whole in a tier. It takes memory for the metadata, for the objects that one read
+    needs (mostly one, of at most 32 MiB), and for one object that is being fetched and decompressed. To enter the block
+    raises ``DamagedError``, ``PoolIOError`` and ``TierError``; a read in the block raises ``DamagedError`` and
+    ``PoolIOError``."""
+    with closing(metadata_to_memory(store, manifest)) as reader:
         reader.partial = _Pieces(store, manifest, reader.container.fd)
         yield reader.checkpoint(manifest.record)
 
 
 class _Pieces:
-    """As a ``BlockSource``: writes what is read to its place in memory."""
+    """A ``BlockSource``: before a read it fetches the objects that the read needs to memory, and frees the others."""
 
     def __init__(self, store: Store, manifest: TierManifest, fd: int) -> None:
         self._store, self._manifest, self._fd = store, manifest, fd
@@ -53,16 +57,17 @@ class _Pieces:
         """The numbers of the objects whose bytes are in memory."""
 
     def require(self, stored: StoredCheckpoint, places: Sequence[tuple[str, int, int, int]]) -> None:
-        needed = {run.object for name, first, nbytes, _ in places for run in self._over(stored, name, first, nbytes)}
+        runs = (self._runs_covering(stored, name, first, nbytes) for name, first, nbytes, _ in places)
+        needed = {run.object for each in runs for run in each}
         for number in self._there - needed:
             self._free(number)
         for number in sorted(needed - self._there):
             self._fetch(number)
         self._there = needed
 
-    def _over(self, stored: StoredCheckpoint, name: str, first: int, nbytes: int) -> list[Run]:
+    def _runs_covering(self, stored: StoredCheckpoint, name: str, first_block: int, nbytes: int) -> list[Run]:
         """Return the runs in which these blocks lie. (Runs do not overlap.)"""
-        begin, end = stored.range_of(name, first, nbytes)
+        begin, end = stored.range_of(name, first_block, nbytes)
         at = max(0, bisect_right(self._offsets, begin) - 1)
         return [run for run in self._runs[at : bisect_left(self._offsets, end)] if begin < run.offset + run.nbytes]
 
@@ -77,8 +82,8 @@ class _Pieces:
                 raise DamagedError(f"its object {number} is shorter than its manifest says")
 
     def _free(self, number: int) -> None:
-        """Free the pages of an object that hold nothing else. (What is freed with a page of a neighbour would read as
-        damaged.)"""
+        """Free the pages of an object that hold nothing else. (A page that is shared with another object would take
+        bytes of that object with it, and they would not verify any more.)"""
         for run in self._runs_of[number]:
             begin = -(-run.offset // mmap.PAGESIZE) * mmap.PAGESIZE
             end = (run.offset + run.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -46,7 +46,7 @@ class ClaimFile:
 
 
 def release() -> str:
-    """Return the release of lightck. (The root package imports the rooms, and no room imports it.)"""
+    """Return the release of lightck. (It is read from ``sys.modules``, because no room imports the root package.)"""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
@@ -56,15 +56,15 @@ def claim_of(text: str) -> Claim | None:
     return found if isinstance(found, Claim) else None
 
 
-class GoesOnFrom(NamedTuple):
+class ResumePoint(NamedTuple):
     """The checkpoint from which a training goes on."""
 
     step: int
     claim: Claim | None = None
-    """The newest claim that the training had made by then; None: it had made none, or it is not known."""
+    """The claim that the checkpoint names; None: it names none, or the claim is not known."""
 
 
-NEWEST = GoesOnFrom(NUMBER_MAX)
+NEWEST = ResumePoint(NUMBER_MAX)
 """The training continues from the newest checkpoint in the tier."""
 
 
@@ -74,20 +74,20 @@ def claim_tier(store: Store, run: str, written_by: str) -> Claim:
     return claim_tiers([store], run, written_by, NEWEST)
 
 
-def claim_tiers(stores: Sequence[Store], run: str, written_by: str, goes_on_from: GoesOnFrom | None) -> Claim:
-    """Make one claim in several tiers, so that the claims of a run are ordered over all of them. ``goes_on_from``: None
+def claim_tiers(stores: Sequence[Store], run: str, written_by: str, resume_point: ResumePoint | None) -> Claim:
+    """Make one claim in several tiers, so that the claims of a run are ordered over all of them. ``resume_point``: None
     for a new run. Raises ``TierError``, also if a tier holds another run."""
     for _ in range(_TRIES):
         listings = [store.listing() for store in stores]
         for store, listing in zip(stores, listings, strict=True):
             _refuse_other_run(store, listing, run)
-        claim = _next_claim(stores, listings, goes_on_from)
-        for store, path in zip(stores, _paths(stores, listings, goes_on_from), strict=True):
+        claim = _next_claim(stores, listings, resume_point)
+        for store, path in zip(stores, _paths(stores, listings, resume_point), strict=True):
             store.put(claim_name(claim), ClaimFile(written_by, run, path).packed())
         after = [store.listing() for store in stores]
         if not any(is_superseded(listing, claim) for listing in after):
             for store, before, now in zip(stores, listings, after, strict=True):
-                _refuse_run_beside(store, claim, run, now.claims - before.claims - {claim})
+                _refuse_concurrent_run(store, claim, run, now.claims - before.claims - {claim})
             return claim
         time.sleep(random.uniform(0, _PAUSE_SECONDS_MAX))
     names = " and ".join(repr(str(store)) for store in stores)
@@ -97,22 +97,22 @@ def claim_tiers(stores: Sequence[Store], run: str, written_by: str, goes_on_from
     )
 
 
-def _next_claim(stores: Sequence[Store], listings: Sequence[Listing], goes_on_from: GoesOnFrom | None) -> Claim:
+def _next_claim(stores: Sequence[Store], listings: Sequence[Listing], resume_point: ResumePoint | None) -> Claim:
     """Return a claim that is higher than all in these tiers, and than the last one of the training."""
     tag = secrets.token_hex(4)
     claim = max(next_claim(listing, tag) for listing in listings)
-    if goes_on_from is not None and goes_on_from.claim is not None:
-        claim = max(claim, Claim(goes_on_from.claim.number + 1, tag))
+    if resume_point is not None and resume_point.claim is not None:
+        claim = max(claim, Claim(resume_point.claim.number + 1, tag))
     if parse(claim_name(claim)) is None:  # it has too many digits
         names = " and ".join(repr(str(store)) for store in stores)
         raise TierError(
             f"The tier {names} cannot be claimed again: it holds the claim with the largest number that "
-            "there can be. lightck never counts so far, so another program has made it. Remove that folder."
+            "there can be. lightck never reaches this number, so another program has made it. Remove that folder."
         )
     return claim
 
 
-def _refuse_run_beside(store: Store, claim: Claim, run: str, others: Iterable[Claim]) -> None:
+def _refuse_concurrent_run(store: Store, claim: Claim, run: str, others: Iterable[Claim]) -> None:
     """Withdraw the claim, and raise ``TierClaimedError``, if another run has claimed the tier at the same time."""
     if any(read_claim(store, each).run != run for each in others):
         store.delete(claim_name(claim))
@@ -138,22 +138,24 @@ def refuse_other_runs(store: Store, listing: Listing) -> None:
 
 
 def _paths(
-    stores: Sequence[Store], listings: Sequence[Listing], goes_on_from: GoesOnFrom | None
+    stores: Sequence[Store], listings: Sequence[Listing], resume_point: ResumePoint | None
 ) -> list[tuple[TierCheckpoint, ...]]:
     """Return the path of a new claim for each tier."""
-    if goes_on_from is None:
+    if resume_point is None:
         return [() for _ in stores]
-    if goes_on_from.claim is None:
+    if resume_point.claim is None:
         return [
-            _path_to_newest(store, listing, goes_on_from.step) for store, listing in zip(stores, listings, strict=True)
+            _path_to_newest(store, listing, resume_point.step) for store, listing in zip(stores, listings, strict=True)
         ]
-    parent = TierCheckpoint(goes_on_from.claim, goes_on_from.step)
+    parent = TierCheckpoint(resume_point.claim, resume_point.step)
     having = [store for store, listing in zip(stores, listings, strict=True) if parent.claim in listing.claims]
     return [_path_to(having[0], parent) if having else (parent,)] * len(stores)
 
 
 def _path_to_newest(store: Store, listing: Listing, step_max: int) -> tuple[TierCheckpoint, ...]:
-    """Return the path to the newest complete checkpoint in a tier whose step is at most ``step_max``."""
+    """Return the path that ends with the newest complete checkpoint of a tier, among those with a step of at most
+    ``step_max``. If there is none, or its claim is gone, return the path of the highest claim; () if there is no
+    claim."""
     newest = max((each for each in complete(listing) if each.step <= step_max), default=None)
     highest = highest_claim(listing)
     if newest is not None and newest.claim in listing.claims:

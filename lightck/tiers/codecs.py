@@ -1,12 +1,12 @@
 """Compress the objects of a tier.
 
-    shuffle       what has the same place in each element is put next to each other, because neighbours in a tensor have
-                  similar signs and exponents: bytes for zstd, single bits for lz4 (``native/src/shuffle.c``)
+    shuffle       the first bytes of all elements are put together, then the second bytes, and so on (for lz4 single
+                  bits), because neighbours in a tensor have similar signs and exponents (``native/src/shuffle.c``)
     compress      the whole piece: one frame of zstd at level 1, or one block of lz4
     compare       a piece that does not get smaller is stored as it is
 
-Invariants: the same bytes, from the same release of the library, become the same object; what is read has as many bytes
-as the manifest says, or is an error, and no more memory is taken for it.
+Invariants: the same bytes, from the same release of the library, become the same object; decompression gives as many
+bytes as the manifest says, or raises an error, and takes memory for no more than these bytes.
 
 Failure cases: an object is untrusted input (``DamagedError`` with the reason); the library is missing (``TierError``,
 before anything is read or written).
@@ -50,7 +50,7 @@ class Coding(NamedTuple):
 
     codec: str
     sections: tuple[Section, ...]
-    """Of the piece, one after the other."""
+    """The sections of the piece, one after the other."""
 
     @property
     def nbytes(self) -> int:
@@ -82,55 +82,55 @@ def encoded(data: bytes | memoryview, coding: Coding) -> bytes | None:
     library = _library(coding.codec)
     shuffled = _shuffled(lib.lck_shuffle, data, coding)
     if coding.codec == "zstd":
-        found: bytes = library.compress(shuffled, level=_ZSTD_LEVEL)
+        compressed: bytes = library.compress(shuffled, level=_ZSTD_LEVEL)
     else:
-        found = library.compress(shuffled, store_size=False)
-    return found if len(found) < coding.nbytes else None
+        compressed = library.compress(shuffled, store_size=False)
+    return compressed if len(compressed) < coding.nbytes else None
 
 
 def decoded(data: bytes, coding: Coding) -> bytes | memoryview:
     """Return the piece that an object was made from. Raises ``DamagedError`` if its bytes are not those of a piece of
     this size, and ``TierError`` if the library is missing."""
     library = _library(coding.codec)
-    shuffled = (_of_zstd if coding.codec == "zstd" else _of_lz4)(library, data, coding.nbytes)
+    shuffled = (_decompress_zstd if coding.codec == "zstd" else _decompress_lz4)(library, data, coding.nbytes)
     if len(shuffled) != coding.nbytes:
         raise DamagedError(f"it becomes {len(shuffled)} bytes, not {coding.nbytes}")
     return _shuffled(lib.lck_unshuffle, shuffled, coding).data
 
 
-def _of_zstd(library: Any, data: bytes, nbytes: int) -> bytes:
+def _decompress_zstd(library: Any, data: bytes, nbytes: int) -> bytes:
     try:
         said = library.get_frame_info(data).decompressed_size
         if said != nbytes:
             raise DamagedError(f"its frame says that it becomes {said} bytes, not {nbytes}")
         options = {library.DecompressionParameter.window_log_max: _WINDOW_LOG_MAX}
         frame = library.ZstdDecompressor(options=options)
-        found: bytes = frame.decompress(data, max_length=nbytes + 1)
+        content: bytes = frame.decompress(data, max_length=nbytes + 1)
     except library.ZstdError as err:
         raise DamagedError(f"it is no frame of zstd: {err}") from err
     if not frame.eof or frame.unused_data:
         raise DamagedError("it is not one whole frame of zstd")
-    return found
+    return content
 
 
-def _of_lz4(library: Any, data: bytes, nbytes: int) -> bytes:
+def _decompress_lz4(library: Any, data: bytes, nbytes: int) -> bytes:
     try:
-        found: bytes = library.decompress(data, uncompressed_size=nbytes)
+        content: bytes = library.decompress(data, uncompressed_size=nbytes)
     except library.LZ4BlockError as err:
         raise DamagedError(f"it is no block of lz4: {err}") from err
-    return found
+    return content
 
 
 def _shuffled(call: Callable[..., int], data: bytes | memoryview, coding: Coding) -> npt.NDArray[np.uint8]:
     """Shuffle each section, or put it back."""
-    source, found = np.frombuffer(data, np.uint8), np.empty(coding.nbytes, np.uint8)
-    assert source.nbytes == coding.nbytes, "the caller has looked at it"
+    source, target = np.frombuffer(data, np.uint8), np.empty(coding.nbytes, np.uint8)
+    assert source.nbytes == coding.nbytes, "the caller has checked the size"
     begin = 0
     for width, nbytes in coding.sections:
-        places = (ffi.cast("void *", each.ctypes.data + begin) for each in (found, source))
+        places = (ffi.cast("void *", each.ctypes.data + begin) for each in (target, source))
         check(call(*places, nbytes, width, coding.codec == "lz4"), "shuffling elements")
         begin += nbytes
-    return found
+    return target
 
 
 def _library(codec: str) -> Any:
@@ -165,5 +165,5 @@ def parsed(codec: object, sections: object, nbytes_max: int) -> Coding:
 def _section(value: object, nbytes_max: int) -> Section:
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
     if not is_pair or value[0] not in WIDTHS or not 0 < value[1] <= nbytes_max:  # type: ignore[index]
-        raise DamagedError("a section of an object in it is not described as one")
+        raise DamagedError("a section of an object in it is malformed")
     return Section(*value)  # type: ignore[misc]

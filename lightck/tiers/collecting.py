@@ -1,13 +1,13 @@
 """Remove from a tier what no checkpoint needs (``lightck gc``).
 
-    list        the time of the store first, so that nothing looks older than it is
+    list        read the clock of the store, then list, so that nothing looks older than it is
     manifests   of checkpoints that not all ranks have sent; then list again, until none is left
     read        every manifest that is left; if one cannot be read, the objects of its writer stay
     objects     that no manifest names
     the rest    temporary files of killed processes; claims of which nothing is left
 
 What may go is decided in ``decisions.py``; what is younger than the grace stays, by the clock of the store. No complete
-checkpoint is removed: which of them stay is what the training's ``Tier`` says, and its drain does it.
+checkpoint is removed here: the drain of the training removes those that its ``Tier`` does not keep.
 
 Invariant: an object is removed only after each manifest that named it. So a collector that is killed at any request has
 removed nothing that a checkpoint needs, and the next one removes the rest.
@@ -90,8 +90,8 @@ def collect(
     objects = objects_to_collect(listing, named, is_stopped=is_stopped, grace=grace)
     work.remove(OBJECT, list(map(str, objects)))
     work.gone.update(objects)
-    work.leave_objects(listing, named, unreadable)
-    work.leave_manifests(listing)
+    work.report_left_objects(listing, named, unreadable)
+    work.report_left_manifests(listing)
     has_temporary = work.collect_temporary(listing.now)
     work.collect_claims(work.without_gone(listing), contents, has_temporary)
     return work.result
@@ -131,7 +131,7 @@ class _Collection:
                 self.result.removed.append(Removed(kind, name, nbytes))
                 advance(nbytes or 0)
 
-    def leave(self, kind: str, names: Sequence[str], reason: str) -> None:
+    def report_left(self, kind: str, names: Sequence[str], reason: str) -> None:
         if names:
             sizes = [self._nbytes_of(name) for name in names]
             nbytes = None if None in sizes else sum(each or 0 for each in sizes)
@@ -140,7 +140,7 @@ class _Collection:
     def _nbytes_of(self, name: str) -> int | None:
         return self.store.nbytes_of(name) if isinstance(self.store, KnowsSizes) else None
 
-    def leave_objects(
+    def report_left_objects(
         self, listing: Listing, named: Mapping[Writer, set[ObjectName]], unreadable: Mapping[Writer, str]
     ) -> None:
         """Say which objects stay that no manifest names, and why."""
@@ -152,9 +152,9 @@ class _Collection:
             if each.writer in unreadable:
                 found[f"{unreadable[each.writer]}, and may name them"].append(str(each))
         for reason, names in found.items():
-            self.leave(OBJECT, names, reason)
+            self.report_left(OBJECT, names, reason)
 
-    def leave_manifests(self, listing: Listing) -> None:
+    def report_left_manifests(self, listing: Listing) -> None:
         """Say which manifests of incomplete checkpoints stay, and why."""
         whole, found = complete(listing), defaultdict(list)
         for each in sorted(listing.manifests):
@@ -162,7 +162,7 @@ class _Collection:
                 reason = self._reason(listing, each.writer.claim, listing.manifests[each])
                 found[f"not all ranks have sent the checkpoint; {reason}"].append(str(each))
         for reason, names in found.items():
-            self.leave(MANIFEST, names, reason)
+            self.report_left(MANIFEST, names, reason)
 
     def _reason(self, listing: Listing, claim: Claim, time: float) -> str:
         if listing.now - time < self.grace:
@@ -199,9 +199,11 @@ class _Collection:
         for claim in sorted(listing.claims - used - {highest_claim(listing)}):
             if not may_collect(listing, claim, is_stopped=self.is_stopped, grace=self.grace):
                 continue
-            if _may_be_gone_on_from(self.store, listing, claim, contents):
-                reason = "a training may continue from a pool that names it, and it says which checkpoints came before"
-                self.leave(CLAIM, [claim_name(claim)], reason)
+            if _may_be_resumed_from(self.store, listing, claim, contents):
+                reason = (
+                    "a training may continue from a pool that names it, and reads in it which checkpoints came before"
+                )
+                self.report_left(CLAIM, [claim_name(claim)], reason)
                 continue
             self.remove(CLAIM, [claim_name(claim)])
             if isinstance(self.store, HasFolders) and not self.is_dry_run:
@@ -234,12 +236,13 @@ def _named(
     return {writer: names for writer, names in named.items() if writer not in unreadable}
 
 
-def _may_be_gone_on_from(
+def _may_be_resumed_from(
     store: Store, listing: Listing, claim: Claim, contents: Mapping[ManifestName, TierManifest]
 ) -> bool:
     """Whether a training may continue from a pool whose newest claim is ``claim``, and reads in its file which
     checkpoints of this tier came before. No training does if a checkpoint here is of a training with a higher claim: it
-    is newer than the pool. (What ``lightck copy`` has sent is of the training, not of the claim where it lies.)"""
+    is newer than the pool. (A checkpoint that ``lightck copy`` has sent lies below another claim than the one that it
+    names.)"""
     if any((claim_of(each.claim) or Claim(0, "")) > claim for each in contents.values()):
         return False
     found = claim_if_there(store, claim)

@@ -12,10 +12,10 @@ from lightck.pool.storage.backends import pool_path
 from lightck.pool.storage.lock import PoolLock
 from lightck.ranks.directory import make_directory, pool_name
 from lightck.restore.compact import Progress
-from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_whole_error
+from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_intact_error
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
-from lightck.tiers.drain import Copied, Drain
+from lightck.tiers.drain import Copied, PoolSender
 from lightck.tiers.fetching import fetch, filled_pool, refuse_existing_pool
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.open_store import Options, open_store
@@ -51,9 +51,9 @@ def drain_to(
     options: Options | None = None,
     bytes_per_second: float | None = None,
     codec: str | None = None,
-) -> Drain:
+) -> PoolSender:
     """Return what sends the checkpoints of a pool to a tier. ``codec``: as for ``TierWriter``. Raises as ``open_store``
-    does, and ``TierError`` if the folder cannot be one, or if the library for the codec is missing."""
+    does, and ``TierError`` if the folder cannot be a tier, or if the library for the codec is missing."""
     if os.path.isdir(pool):
         raise TierError(
             f"{os.fspath(pool)!r} is a folder that holds no claim of a tier (NUMBER-TAG/claim.json), so there is "
@@ -62,7 +62,7 @@ def drain_to(
         )
     store = open_store(tier, options)
     store.refuse_other_folder()
-    return Drain(pool, store, written_by, retention, bytes_per_second=bytes_per_second, codec=codec)
+    return PoolSender(pool, store, written_by, retention, bytes_per_second=bytes_per_second, codec=codec)
 
 
 def copy_from_tier(
@@ -92,9 +92,9 @@ def copy_from_tier(
         except DamagedError as err:
             rejected.append(Rejected(checkpoint, str(err)))
             continue
-        remarks = (*map(str, rejected), *_also_there(listing, checkpoint))
+        remarks = (*map(str, rejected), *_notes_on_older(listing, checkpoint))
         return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks)
-    raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
+    raise none_intact_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
 
 
 def _fetch_group(found: Candidate, directory: str, advance: Callable[[int], None]) -> None:
@@ -116,9 +116,9 @@ def _remove_if_empty(directory: str) -> None:
         os.rmdir(directory)
 
 
-def _also_there(listing: Listing, taken: TierCheckpoint) -> list[str]:
-    """Name what a reader may have expected in place of the checkpoint that was taken: one of the same step, or of a
-    later one, that was sent before it."""
+def _notes_on_older(listing: Listing, taken: TierCheckpoint) -> list[str]:
+    """Return a note on each older checkpoint that a reader may have expected in place of ``taken``, because its step is
+    the same or a larger one."""
     older = sorted(each for each in complete(listing) if each < taken and each.step >= taken.step)
     return [
         f"step {each.step} of claim {each.claim}: step {taken.step} was sent after it, under claim {taken.claim}"

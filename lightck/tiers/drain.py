@@ -1,4 +1,4 @@
-"""Send the newest checkpoint of a pool to a tier again and again (``lightck copy``).
+"""Send checkpoints of a pool to a tier: once, or the newest one at each call (``lightck copy``).
 
     claim    the tier, when the first checkpoint of an incarnation is sent
     send     the newest checkpoint, unless it was sent already
@@ -35,8 +35,10 @@ from lightck.tiers.tier_writer import TierWriter
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What was written. path: of the pool, or of the tier. nbytes: of the checkpoint. sent_nbytes: of what was written
-    for it. rejected: newer checkpoints that were skipped, each with the reason."""
+    """A checkpoint that was copied to a tier or from one. path: the pool or the tier to which it was copied. nbytes:
+    the bytes of its tensors. sent_nbytes: the bytes that were written for it. rejected: notes on other checkpoints:
+    newer ones that were skipped, each with the reason; after a copy from a tier also older ones with the same or a
+    larger step."""
 
     step: int
     path: str
@@ -45,7 +47,7 @@ class Copied:
     rejected: tuple[str, ...]
 
 
-class Drain:
+class PoolSender:
     """Sends checkpoints of one pool to one tier."""
 
     def __init__(
@@ -67,7 +69,7 @@ class Drain:
         self._writer: TierWriter | None = None
         """What writes below the present claim; None: the tier is not claimed yet."""
         self._incarnation = 0
-        """Of the checkpoints below the claim."""
+        """The incarnation of the checkpoints that are sent below the present claim."""
         self._last: tuple[bytes, int] | None = None
         """Uuid of the pool and generation of the last checkpoint that was sent."""
 
@@ -82,7 +84,7 @@ class Drain:
             def take(stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Copied:
                 if isinstance(stored, StoredCheckpoint):
                     return self._send(stored, stored.uuid, contents, rejected, progress)
-                assert isinstance(stored, ReplayedCheckpoint), "it lies in a pool"
+                assert isinstance(stored, ReplayedCheckpoint), "a checkpoint of a pool is stored or replayed"
                 with whole_copy(stored) as copy:
                     return self._send(copy, stored.uuid, contents, rejected, progress)
 
@@ -113,8 +115,8 @@ class Drain:
         return Copied(stored.step, str(self._store), nbytes, sent.nbytes, tuple(map(str, rejected)))
 
     def _claimed(self, run: str, incarnation: int) -> TierWriter:
-        """Claim the tier, again if the training was restarted: it may have gone back to an older step, and below one
-        claim the largest step is the newest."""
+        """Claim the tier. A training that was restarted gets a claim of its own, because it may have gone back to an
+        older step, and below one claim the largest step is the newest."""
         claim = claim_tier(self._store, run, self._written_by)
         self._incarnation = incarnation
         own, by = Writer(claim, 0, 1), self._written_by
@@ -125,7 +127,7 @@ class Drain:
         self._pacer.lift()
 
     def retain(self) -> int:
-        """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
+        """Delete what is no longer needed, and return how many files were deleted. Raises ``TierError``."""
         return 0 if self._writer is None else self._writer.retain()
 
 

@@ -1,18 +1,18 @@
 """The tiers of a session: what the training does for its drain.
 
-    claim      after the verdict on the pool, and before its checkpoint is adopted: one claim in all tiers
+    claim      after the pool was checked, and before its checkpoint is adopted: one claim in all tiers
     start      the drain (``drain_process.py``), when the session is ready
     offer      a checkpoint that is due by its step: it is held and reported to the drain, until the drain holds it
     read       what the drain has done, at each commit; start it again if it was killed
     finish     at close: wait until the newest checkpoint lies in every tier
 
-A tier whose time has come needs nothing of this: the drain takes the newest checkpoint by itself. So it does after the
-training was killed. In a group of ranks only the checkpoints on which all have agreed are offered
+A tier whose ``every`` is a time needs no offer: the drain takes the newest checkpoint by itself. It does so too after
+the training was killed. In a group of ranks only the checkpoints on which all have agreed are offered
 (``group_schedule.py``), and rank 0 makes the claim for all.
 
-Invariant: the training waits for the drain only at ``finish``. The drain and what waits for it need no more slots than
-``Drains.n_spare_slots``: a checkpoint is held here until the drain holds it, by a hold that the training may break
-(``pool/slot_locks.py``).
+Invariants: the training waits until something is sent only in ``finish`` and ``send_newest``, and for a drain that
+starts 2 s at most. The drain and what waits for it need no more slots than ``Drains.n_spare_slots``: until the drain
+holds a checkpoint, the training holds it, and may break that hold (``pool/slot_locks.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import replace
 from lightck.errors import TierClaimedError, TierError
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
-from lightck.tiers.claiming import GoesOnFrom, release
+from lightck.tiers.claiming import ResumePoint, release
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
@@ -69,11 +69,11 @@ class DrainLink:
         place: Place,
         show: Callable[[Sequence[TierStats]], None],
     ) -> None:
-        """``meter``: where the rounds over the pool are counted. ``place``: of this drain among those of the session.
-        ``show``: called with the figures of the tiers whenever they have changed."""
+        """``meter``: counts what is read again of the pool. ``place``: this drain among those of the session. ``show``:
+        called with the figures of the tiers whenever they have changed."""
         self._tiers, self._pool, self._holds, self._place, self._show_stats = tiers, pool, holds, place, show
         self._pid = os.getpid()
-        refuse_missing_libraries(each.compress for each in tiers)  # else the drain would miss it, much later
+        refuse_missing_libraries(each.compress for each in tiers)  # fail now, not much later in the drain
         self.stores = [open_store(each.path, each.options) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
@@ -103,14 +103,14 @@ class DrainLink:
         self._n_failures = [0] * len(tiers)
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
-        self._n_in_folder = [0] * len(tiers)
+        self._n_waiting_in_folder = [0] * len(tiers)
         self._is_miss_reported = False
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
-        """What drains have done that were killed."""
+        """What earlier drains of this session have done."""
         self._must_finish = self._is_finished = self._is_left_alone = False
         """``_is_finished``: whether a drain has said after ``close`` that it is done; ``_is_left_alone``: whether
-        ``close`` has not waited for that, because the grace of a signal was over."""
+        ``close`` has not waited for that, because the grace period of a signal was over."""
         self._signal_grace: float | None = None
         """See ``expect_signals``."""
         self._show()
@@ -125,7 +125,7 @@ class DrainLink:
     def use_claim(
         self,
         claimed: Claimed,
-        goes_on_from: GoesOnFrom | None,
+        resume_point: ResumePoint | None,
         generation: int,
         rank: int,
         pools_of_ranks: Sequence[str],
@@ -134,9 +134,9 @@ class DrainLink:
         the checkpoint from which the training goes on, in the pool. ``pools_of_ranks``: the path of each rank's pool;
         empty texts if they do not lie in one directory."""
         parent = None
-        if goes_on_from is not None:
-            named = "" if goes_on_from.claim is None else str(goes_on_from.claim)
-            parent = Parent(named, goes_on_from.step, generation)
+        if resume_point is not None:
+            named = "" if resume_point.claim is None else str(resume_point.claim)
+            parent = Parent(named, resume_point.step, generation)
         self._due.begin(claimed.newest, claimed.is_empty)
         self._states = [TierStats(tier.path, step) for tier, step in zip(self._tiers, claimed.newest, strict=True)]
         self._show()
@@ -197,7 +197,7 @@ class DrainLink:
             self._handle.send({"grace": self._signal_grace})
         self._is_fresh_reported = not self._fresh_from
         self._report_fresh()
-        if any(each.needs_certain_steps for each in self._tiers) and not self._place.is_fed:
+        if any(each.needs_specific_steps for each in self._tiers) and not self._place.is_fed:
             self._wait_until_ready(self._handle)
 
     @staticmethod
@@ -221,12 +221,12 @@ class DrainLink:
             self._offer_checkpoint(writer, step, due)
 
     def follow(self, step: int) -> None:
-        """A checkpoint is committed. What this drain is to send comes into the folder."""
+        """Note a commit. This drain is fed from a folder, so it is offered nothing."""
         self._newest = step
         self.read()
 
     def look(self) -> None:
-        """Something has come into the folder."""
+        """Let the drain look now what has come into its folder."""
         if self._handle is not None:
             self._handle.send({"look": True})
 
@@ -249,12 +249,12 @@ class DrainLink:
         plan = schedule.reached(step)
         if plan is not None:
             slot = writer.slots.protected
-            assert slot is not None, "a checkpoint was committed"
+            assert slot is not None, "the newest committed slot is protected"
             generation = writer.slots.slots[slot].generation
             assert generation is not None, "its content is known"
             hold = self._hold(writer, slot)
             self._planned = Offer(step, generation, list(plan.items), hold)
-        if self._planned is not None and (is_agreed := schedule.verdict()) is not None:
+        if self._planned is not None and (is_agreed := schedule.take_verdict()) is not None:
             if is_agreed:
                 self._offer, self._is_offered, self._planned = self._planned, False, None
                 self._tell()
@@ -280,18 +280,18 @@ class DrainLink:
             )
 
     def _offer_checkpoint(self, writer: PoolWriter, step: int, due: list[int]) -> None:
-        """Hold the newest checkpoint, and tell the drain; if it is busy, only if certain tiers need this checkpoint.
+        """Hold the newest checkpoint, and tell the drain; if it is busy, only if a tier needs exactly this one.
         (Otherwise one that is committed when the drain is ready will do.)"""
         assert self._handle is not None, "started"
         slot = writer.slots.protected
-        assert slot is not None, "a checkpoint was committed"
+        assert slot is not None, "the newest committed slot is protected"
         generation, metrics = writer.slots.slots[slot].generation, self._metrics.at(step)
         assert generation is not None, "its content is known"
         if (generation, metrics) == self._last_offered:
             return
         if self._handle.state.is_busy or self._offer is not None:
             self._ask_for_first(due)
-            due = [number for number in due if self._due.is_certain(number, step, metrics or {})]
+            due = [number for number in due if self._due.needs_step(number, step, metrics or {})]
             # The drain holds one, or is about to take the one that was offered; and one can wait.
             if due and (self._waiting is not None or (self._offer is not None and not self._is_offered)):
                 self._count_missed(step, due)
@@ -345,8 +345,8 @@ class DrainLink:
         self._is_offered = self._handle.send(message)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember what the user logged at a step. Then its checkpoint is committed, or ``committed`` is called once
-        more, if it was committed before."""
+        """Remember what the user logged at a step. Afterwards the caller commits the checkpoint of the step, or, if it
+        is committed already, calls ``committed`` again."""
         known = self._metrics.add(step, metrics)
         if self._handle is not None:
             self._handle.send({"metrics": known, "step": step})
@@ -376,7 +376,7 @@ class DrainLink:
             elif self._handle.receive():
                 self._use(self._handle.state)
             else:
-                self._drain_has_ended(self._handle, at_once=True)
+                self._restart_if_ended(self._handle, at_once=True)
             lacking = [number for number, each in enumerate(self._states) if (each.step or 0) < step]
             if all(self._is_superseded[number] for number in lacking):
                 break
@@ -410,7 +410,7 @@ class DrainLink:
                 self._start_again("it could not be started")
         elif not handle.receive():
             if may_start:
-                self._drain_has_ended(handle)
+                self._restart_if_ended(handle)
         else:
             if handle.state is not known:  # mostly nothing has arrived
                 self._use(handle.state)
@@ -436,7 +436,7 @@ class DrainLink:
         if state.tiers:
             self._states = [added(before, each) for before, each in zip(self._before, state.tiers, strict=True)]
             self._is_superseded = [each.is_superseded for each in state.tiers]
-            self._n_in_folder = [each.waiting for each in state.tiers]
+            self._n_waiting_in_folder = [each.waiting for each in state.tiers]
         self._show()
 
     def _show(self) -> None:
@@ -446,13 +446,13 @@ class DrainLink:
                 replace(
                     each,
                     failures=self._n_failures[number],
-                    waiting=self._n_in_folder[number] + sum(number in one.tiers for one in offers),
+                    waiting=self._n_waiting_in_folder[number] + sum(number in one.tiers for one in offers),
                 )
                 for number, each in enumerate(self._states)
             ]
         )
 
-    def _drain_has_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:
+    def _restart_if_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:
         """Start a drain again that was killed. ``at_once``: do not wait if it has not lived long."""
         if all(self._is_superseded):
             return  # there is nothing left for it to do
@@ -534,7 +534,7 @@ class DrainLink:
 
     def finish(self, deadline: Callable[[], float | None] | None = None) -> None:
         """Wait until the newest checkpoint lies in every tier, or cannot be sent. The session has committed it.
-        ``deadline``: returns when the drain is to go on alone, on the monotonic clock; None: not known yet."""
+        ``deadline``: returns the monotonic time from which the drain goes on alone, or None while that is not known."""
         if os.getpid() != self._pid:
             return
         self._must_finish = True
@@ -553,7 +553,7 @@ class DrainLink:
             if not is_alive and all(self._is_superseded):
                 break
             if not is_alive:
-                self._drain_has_ended(handle, at_once=True)
+                self._restart_if_ended(handle, at_once=True)
                 is_closing = persists = False
                 continue
             self._tell()

@@ -1,13 +1,13 @@
 """The file ``POOL.drain``: who may send checkpoints of a pool to its tiers.
 
-    each drain of a training     shares byte 0 with the training's other drains, and locks the byte of its own number
+    each drain of a training     shares byte 0 with the training's other drains, and locks byte 1 + its own number
     whoever sends by hand        locks byte 0: ``late_drain.py`` writes below the claim of the last training
 
 So a tier has one writer below a claim. The drains of a training that was killed finish before those of the next one
 begin, if they do so soon.
 
-The locks are those of an open file (``F_OFD_SETLK``), also on a network file system, where other kinds of locks disturb
-each other.
+The locks belong to an open file (``F_OFD_SETLK``), also on a network file system. (There ``flock`` is emulated with
+locks of byte ranges, so locks of different kinds exclude each other.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ class DrainLock:
     """The lock of one drain, or of whoever sends by hand."""
 
     def __init__(self, pool: str, number: int | None = None) -> None:
-        """``number``: of the drain among those of its training; None: nobody else may send anything."""
+        """``number``: the number of the drain among those of its training; None: somebody sends by hand, and nobody
+        else may send anything."""
         self._path, self._number, self._fd = f"{pool}.drain", number, -1
         self._is_taken = False
 
     def take(self) -> bool:
-        """Lock the file. Returns False if another process keeps it from that; a drain then shares the file already, if
-        nobody sends by hand. Where no file can be made, or the file system has no locks, nothing is locked."""
+        """Lock the file. Returns False if a lock of another process excludes this one. A drain shares byte 0 already
+        then, unless somebody sends by hand. Where no file can be made, or the file system has no locks, nothing is
+        locked."""
         if self._is_taken:
             return True
         if self._fd < 0:
@@ -45,14 +47,14 @@ class DrainLock:
                 os.close(fd)
                 return False
             self._fd = fd
-        self._is_taken = self._number is None or _locked(self._fd, fcntl.F_WRLCK, self._number + 1)
+        self._is_taken = self._number is None or _try_lock(self._fd, fcntl.F_WRLCK, self._number + 1)
         return self._is_taken
 
     def _share(self, fd: int) -> bool:
         """Lock byte 0. Returns False if that is impossible, or if the file has been removed since it was opened."""
         try:
             kind = fcntl.F_WRLCK if self._number is None else fcntl.F_RDLCK
-            return _locked(fd, kind, 0) and os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False))
+            return _try_lock(fd, kind, 0) and os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False))
         except OSError:
             return False
 
@@ -69,13 +71,13 @@ class DrainLock:
         """Unlock the file. The last one removes it."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                if _locked(self._fd, fcntl.F_WRLCK, 0):
+                if _try_lock(self._fd, fcntl.F_WRLCK, 0):
                     os.unlink(self._path)
             os.close(self._fd)
             self._fd, self._is_taken = -1, False
 
 
-def _locked(fd: int, kind: int, byte: int) -> bool:
+def _try_lock(fd: int, kind: int, byte: int) -> bool:
     """Lock a byte of an open file. Returns False if another one has it locked."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(kind, byte))

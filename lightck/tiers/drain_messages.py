@@ -3,11 +3,13 @@
 training -> drain    once a ``DrainSettings``; then
                      ``{"offer": generation, "tiers": [...]}``: this checkpoint is held for the drain, and is due
                      for the tiers with these numbers
+                     ``{"first": [...]}``: the tiers with these numbers hold no checkpoint: send them the newest one as
+                     soon as possible
                      ``{"metrics": {...}, "step": n}``: what the user logged
                      ``{"close": true}``: the training ends
-                     ``{"persists": true}``: it will not wait for the end for long, so attempts go on without it
+                     ``{"persists": true}``: the training will end soon, and attempts go on after that
                      ``{"newest": true}``: send the newest checkpoint now
-                     ``{"grace": seconds}``: signals may announce the end so long before it
+                     ``{"grace": seconds}``: how long further signals are ignored after the first one
                      ``{"look": true}``: the folder from which this drain is fed has got a checkpoint
                      ``{"fresh_from": step}``: checkpoints of this step and of earlier ones may hold old bytes
 drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     from lightck.tiers.tier import Tier
 
 DRAIN_MODULE = "lightck.tiers.drain_process"
-"""What the command line of a drain names."""
+"""The module that a drain runs, as its command line names it."""
 PROCESS_NAME = "lightck-drain"
 """The name of a drain, as the kernel shows it."""
 _SIGNALS = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU", "PWR")
 ANNOUNCING_SIGNALS = tuple(signal.Signals[f"SIG{name}"] for name in _SIGNALS if hasattr(signal, f"SIG{name}"))
-"""With which a system announces to all processes of a job that it will end them. A drain does not end by the first."""
+"""Signals with which a system announces to all processes of a job that it will end them. The first one does not end a
+drain."""
 MESSAGE_NBYTES_MAX = 1 << 17
 """Smaller than what a socket takes in one piece by default."""
 REPORTS_MAX, _REPORT_LENGTH_MAX = 8, 1000
@@ -59,9 +62,9 @@ class TierSettings:
     """Of an object store. They may hold secrets: they go over the socket, and nowhere else."""
     compress: str | None = None
     reread_seconds: float | None = None
-    """In which time everything in the tier is read again; None: it is not."""
+    """The time in which everything in the tier is read again; None: nothing is."""
     newest_step: int | None = None
-    """Of the checkpoint that the tier holds when the drain begins; None: there is none."""
+    """The step of the newest checkpoint in the tier when the drain begins; None: there is none."""
 
     @classmethod
     def of(cls, tier: Tier, *, has_parent: bool) -> TierSettings:
@@ -90,7 +93,7 @@ class Parent:
     """The checkpoint from which the training went on."""
 
     claim: str
-    """Empty: it names none."""
+    """Empty if the checkpoint names no claim."""
     step: int
     generation: int
 
@@ -111,7 +114,7 @@ class DrainSettings:
     pools_of_ranks: tuple[str, ...] = ()
     """The pools of all ranks of the group, if they lie in one directory; else empty."""
     number: int = 0
-    """Of this drain among those of its training. Number 0 reads the pool again."""
+    """The number of this drain among those of its training. Drain 0 also reads the pool again."""
     other_tiers: tuple[TierSettings, ...] = ()
     """The tiers of the training that its other drains serve."""
     fed_from: int | None = None
@@ -152,7 +155,7 @@ class TierState:
     """What a drain has done for one tier."""
 
     step: int | None = None
-    """Of the newest checkpoint that it has sent."""
+    """The step of the newest checkpoint that it has sent."""
     checkpoints: int = 0
     sent_nbytes: int = 0
     seconds: float = 0.0
@@ -175,7 +178,8 @@ class DrainState:
     is_busy: bool = True
     """Whether it holds, or is about to hold, a checkpoint."""
     answered: int = 0
-    """The generation of the last offer that it holds now, or cannot take: the training need not hold it any more."""
+    """The generation of the last offer whose checkpoint the drain holds now, or cannot take. The training need not hold
+    this checkpoint any more."""
     is_done: bool = False
     """Whether it has done everything after ``close``."""
     fatal: str | None = None
@@ -193,7 +197,7 @@ class DrainState:
     """The last ``REPORTS_MAX`` damaged checkpoints of the pool: its uuid (hexadecimal), slot and generation of each."""
 
     def report(self, text: str) -> None:
-        """Let the training warn."""
+        """Add a text of which the training is to warn."""
         self.reports = [*self.reports, text[:_REPORT_LENGTH_MAX]][-REPORTS_MAX:]
         self.n_reports += 1
 

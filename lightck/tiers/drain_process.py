@@ -13,12 +13,12 @@
     end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
 
 Invariants: only checkpoints are sent whose small state names the claim that this drain serves, or the one from which
-the training went on. The training waits for nothing here but at its close.
+the training went on. The training waits until something is sent only when it must stop, and at its close.
 
-Failure cases: a checkpoint is overwritten while it is sent (a newer one is sent); a tier takes nothing (again after a
-pause, which grows; this is reported); another process claims a tier (nothing more is written there); the training
-is killed (the newest checkpoint is sent first, for ten minutes at most); this process is killed (whole objects are
-found by their names, and what is not named is removed later).
+Failure cases: a checkpoint is overwritten while it is sent (a newer one is sent, but not in a group); a tier takes
+nothing (more attempts follow, after growing pauses); another process claims a tier (nothing more is written there); the
+training is killed (the newest checkpoint is sent first, for ten minutes at most); this process is killed (the next one
+sends the checkpoint again; what no manifest names is removed later).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10
 _NICENESS_FED = 5
-"""So much more for a drain that is fed from a folder: at the end the folder gets the newest checkpoint first."""
+"""Added for a drain that is fed from a folder: at the end the folder gets the newest checkpoint first."""
 _POLL_SECONDS = 1.0
 """How often the process looks whether the training still lives, if the socket does not say so."""
 _PROGRESS_SECONDS = 1.0
@@ -103,7 +103,7 @@ class DrainProcess:
         self._lock = DrainLock(settings.pool, settings.number)
         self._feed: Feed | None = None
         """What lies in the folder from which the only tier is fed; None also before the store was reached."""
-        self._looks_at = 0.0
+        self._next_look_at = 0.0
         """When the folder is listed next."""
         self._fresh_from = 0
         """Checkpoints of this step and of earlier ones are not sent from the folder any more."""
@@ -140,9 +140,9 @@ class DrainProcess:
             while not self._is_closing and not self._is_alone:
                 lock.take()
                 self._serve()
-                self._wait(min(self._rereading.next_at, self._looks_at if self.is_fed else math.inf))
+                self._wait(min(self._rereading.next_at, self._next_look_at if self.is_fed else math.inf))
                 self._reread()
-            if not (self.is_fed and self._is_alone):  # else the pool's newest comes first
+            if not (self.is_fed and self._is_alone):  # a fed drain that is alone sends the pool's newest first
                 self._serve()  # what was offered before the end
             self._finish(time.monotonic() + _ORPHAN_SECONDS_MAX)
         finally:
@@ -193,8 +193,8 @@ class DrainProcess:
             self._grace = message.get("grace", self._grace)
             self._fresh_from = message.get("fresh_from", self._fresh_from)
             if "look" in message:
-                self._looks_at = 0.0
-            if "newest" in message or "persists" in message:  # a signal has come, and so much time is left
+                self._next_look_at = 0.0
+            if "newest" in message or "persists" in message:  # after a signal, little time may be left
                 self._lift_rates()
         self._is_alone |= os.getppid() != self._parent_pid
         if self._is_alone:  # what killed the training may end this process too
@@ -217,7 +217,7 @@ class DrainProcess:
         """Wait until a piece may be put to a tier."""
         outlet.pacer.spend(nbytes)
         self._report_progress()
-        if self._fed_step is not None:  # this may take long, and there is no slot that says that bytes are stale
+        if self._fed_step is not None:  # no slot says whether these bytes are stale, only the training
             self._read()
             if self._fed_step <= self._fresh_from:
                 raise DamagedError("it may hold old bytes, because lightck noticed a write too late")
@@ -264,12 +264,12 @@ class DrainProcess:
         return self._settings.fed_from is not None
 
     def _serve_from_folder(self, outlet: Outlet, *, is_time: bool, newest_first: bool = False) -> list[Outlet]:
-        """Send the tier one checkpoint that has come into the folder. ``is_time``: whether one is due by time, or by
-        the time of the next attempt. Returns the tier if it is to be sent the pool's newest checkpoint instead."""
+        """Send the tier one checkpoint that has come into the folder. ``is_time``: whether the time of the tier, or of
+        the next attempt, has come. Returns the tier if it is to be sent the pool's newest checkpoint instead."""
         now, is_retry = time.monotonic(), outlet.n_failures > 0
-        if not is_time and now < self._looks_at:
+        if not is_time and now < self._next_look_at:
             return []
-        self._looks_at = now + LOOK_SECONDS
+        self._next_look_at = now + LOOK_SECONDS
         if outlet.state.is_superseded or (is_retry and not is_time):
             return []
         feed = self._feed_of(outlet)
@@ -291,7 +291,7 @@ class DrainProcess:
                 f"{outlet.settings.root!r} is sent the pool's newest one instead"
             )
             feed.done(name, None)
-            self._looks_at = 0.0
+            self._next_look_at = 0.0
             return [outlet]
         if outlet.n_failures or outlet.state.is_superseded:
             return []
@@ -299,16 +299,16 @@ class DrainProcess:
         outlet.lacks_first, outlet.state.waiting = False, feed.n_waiting
         if is_time and feed.newest is None:
             outlet.next_at = now + (outlet.settings.every_seconds or 0.0)
-        self._looks_at = 0.0  # there may be more, but what the training has said meanwhile comes first
+        self._next_look_at = 0.0  # there may be more, but what the training has said meanwhile comes first
         return []
 
     def _finish_folder(self, until: float) -> None:
-        """Send what the tier needs and the folder has, if it is not there yet. After a kill the drain of the folder may
+        """Send the checkpoints of the folder that the tier needs and lacks. After a kill the drain of the folder may
         still be sending. ``until``: when to give up after a kill."""
         outlet, n_attempts, n_waiting = self._outlets[0], 0, 0
         while not outlet.state.is_superseded and not (self._is_alone and time.monotonic() > until):
             is_coming = self._is_alone and self._lock.is_another_at_work(0)
-            self._looks_at, n_sent = 0.0, outlet.state.checkpoints
+            self._next_look_at, n_sent = 0.0, outlet.state.checkpoints
             self._serve_from_folder(outlet, is_time=outlet.n_failures > 0)
             if not self._is_alone:
                 self._read()
@@ -316,7 +316,7 @@ class DrainProcess:
             if not outlet.n_failures and not n_waiting and not is_coming:
                 return
             if outlet.state.checkpoints == n_sent and n_waiting >= n_before:
-                outlet.end_if_superseded()  # then it is the folder's drain of the next training
+                outlet.end_if_superseded()  # if so, the drain that works is the next training's
                 n_attempts += not is_coming
                 if n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists:
                     break
@@ -330,7 +330,7 @@ class DrainProcess:
         period = outlet.settings.every_seconds or 0.0
         if now >= feed.came_at + period:
             return False
-        outlet.next_at = self._looks_at = now + min(LOOK_SECONDS, period)
+        outlet.next_at = self._next_look_at = now + min(LOOK_SECONDS, period)
         return True
 
     def _feed_of(self, outlet: Outlet) -> Feed | None:
@@ -364,8 +364,8 @@ class DrainProcess:
         return metrics
 
     def _is_due(self, outlet: Outlet, now: float) -> bool:
-        """Whether a tier is due by its time. In a group of ranks the trainings watch the time, and this process only
-        that of the next attempt."""
+        """Whether a tier is due by its time. In a group of ranks the training decides when, and this process only when
+        to try again."""
         return outlet.is_due(now) and (not self._is_of_group or outlet.n_failures > 0)
 
     def _reread(self) -> None:
@@ -388,7 +388,7 @@ class DrainProcess:
         try:
             return generations_at_end(self._settings.pool, self._settings.pools_of_ranks)
         except PoolError:
-            return [None]  # the error is found again, and reported
+            return [None]  # ``_send`` meets the error too, and reports it
 
     def _finish(self, until: float) -> None:
         """Send the newest checkpoint to each tier that lacks it. ``until``: when to give up."""
@@ -409,14 +409,14 @@ class DrainProcess:
             left = [each for each in left if each.n_failures and not each.state.is_superseded]
             if not self._is_alone:
                 self._read()  # has the training ended meanwhile?
-            is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists
-            if not left or is_last or time.monotonic() > until:
+            is_last_attempt = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists
+            if not left or is_last_attempt or time.monotonic() > until:
                 break
             time.sleep(min(PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
 
     def _send(self, outlets: Iterable[Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
-        """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
-        the newest. ``is_last``: the training has ended, so the checkpoint from which it went on counts too."""
+        """Send one checkpoint to these tiers, and apply retention. ``generation``: of the checkpoint; None: the newest.
+        ``is_last``: the training has ended, so the checkpoint from which it went on may be sent too."""
         left = [each for each in outlets if not each.state.is_superseded]
         self._state.is_busy = True
         self._report()
@@ -436,7 +436,7 @@ class DrainProcess:
             )
         except PoolNotFoundError:  # not made yet, or removed: there is nothing to send
             for each in left:
-                each.has_recovered()
+                each.clear_failures()
         except (PoolError, UnsupportedError, DamagedError) as err:
             for each in left:
                 self._failed(each, f"The checkpoint cannot be read: {err}")
@@ -457,7 +457,7 @@ class DrainProcess:
         record = record_of(reader, generation)
         if record is None or all(self._is_sent(record, each) for each in outlets):
             for each in outlets:
-                each.has_recovered()
+                each.clear_failures()
             if record is not None and generation is not None:
                 self._answer(generation)
             return []
@@ -468,15 +468,15 @@ class DrainProcess:
                 if generation is not None:
                     self._answer(generation)
                 for number, each in enumerate(outlets):
-                    if not self._belongs(stored, each, is_last=is_last):
-                        each.has_recovered()  # there is nothing left to try again
-                    elif not self._send_until_it_is_there(each, stored):
+                    if not self._is_to_be_sent(stored, each, is_last=is_last):
+                        each.clear_failures()
+                    elif not self._send_with_retries(each, stored):
                         return outlets[number:]
         except OverwrittenError:
             return outlets
         return []
 
-    def _send_until_it_is_there(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
+    def _send_with_retries(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. A rank of a group tries again and again, because the other ranks send this
         checkpoint too, and no other one helps. Returns False if it was overwritten meanwhile."""
         until = time.monotonic() + _ORPHAN_SECONDS_MAX
@@ -493,7 +493,7 @@ class DrainProcess:
         """Whether a checkpoint, with what was logged at its step, was sent to a tier."""
         return outlet.sent == (record.payload_generation, self._metrics.get(record.step))
 
-    def _belongs(self, stored: StoredCheckpoint, outlet: Outlet, *, is_last: bool) -> bool:
+    def _is_to_be_sent(self, stored: StoredCheckpoint, outlet: Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
         if self._is_sent(stored.record, outlet):
@@ -556,7 +556,7 @@ class DrainProcess:
         return outlet.writer
 
     def _retain(self, outlet: Outlet, writer: TierWriter) -> None:
-        """Remove what need not stay. What could not be removed is removed after the next checkpoint."""
+        """Remove what is no longer needed. What could not be removed is removed after the next checkpoint."""
         before = outlet.state.error
         try:
             writer.retain()

@@ -1,10 +1,10 @@
-"""What a training hears from its drain of what was read again, and what it does about a damaged pool.
+"""What a drain reports of what it has read again, and what the training does about it.
 
     warn      of each text once
     count     in ``Stats``, over all drains of the session
     use       the slot of a damaged checkpoint next (``PoolWriter.give_up``)
 
-The last is said before a slot is chosen, and after each commit.
+The writer learns of damaged slots before a slot is chosen, and after each commit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NONE: frozenset[int] = frozenset()
 
 class DrainReports:
     """The reports of one drain, and of those that were killed before it. All methods are called on the training thread.
-    As a ``CommitDecision`` (``pipeline/decision.py``) it holds nothing: it is asked when a slot is about to be
-    chosen."""
+    They are a ``CommitDecision`` (``pipeline/decision.py``) only to be called before a slot is chosen: they refuse
+    nothing and hold nothing."""
 
     def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
         """``read``: reads what the drain has said since."""

@@ -1,7 +1,7 @@
 """Start a drain, and talk to it.
 
-The process shares little with the training: no descriptor of the training but one end of a connection, no
-terminal, and a session of its own. So it does not end with Ctrl-C, and does not keep a pipe of the training open.
+The process inherits one end of a connection from the training, and no other descriptor. It has no terminal, and runs in
+a session of its own. So it does not end with Ctrl-C, and does not keep a pipe of the training open.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lightck.errors import TierError
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
-from lightck.tiers.claiming import GoesOnFrom
+from lightck.tiers.claiming import ResumePoint
 from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.drain_reports import DrainReports
 from lightck.tiers.group_schedule import GroupSchedule
@@ -37,10 +37,12 @@ from lightck.tiers.tier import Tier, n_spare_slots
 class Drains(CommitListener):
     """The tiers of one session. All methods are called on the training thread, except where one says otherwise."""
 
-    def __init__(self, tiers: Sequence[Tier], pool: str, meter: Meter, holds: Holds, *, may_feed: bool = True) -> None:
-        """``may_feed``: whether an object store may be fed from a folder."""
+    def __init__(
+        self, tiers: Sequence[Tier], pool: str, meter: Meter, holds: Holds, *, may_feed_from_folders: bool = True
+    ) -> None:
+        """``may_feed_from_folders``: whether an object store may be fed from a folder."""
         self._tiers, self._meter = tiers, meter
-        feeds = fed_from(tiers) if may_feed else {}
+        feeds = fed_from(tiers) if may_feed_from_folders else {}
         first = [number for number in range(len(tiers)) if number not in feeds]
         self._numbers = [first, *([number] for number in feeds)]
         """For each drain the numbers of its tiers."""
@@ -108,14 +110,14 @@ class Drains(CommitListener):
     def use_claim(
         self,
         claimed: Claimed,
-        goes_on_from: GoesOnFrom | None,
+        resume_point: ResumePoint | None,
         generation: int = 0,
         rank: int = 0,
         pools_of_ranks: Sequence[str] = ("",),
     ) -> None:
         """As for ``DrainLink``."""
         for own, link in zip(self._numbers, self._links, strict=True):
-            link.use_claim(claimed.of_tiers(own), goes_on_from, generation, rank, pools_of_ranks)
+            link.use_claim(claimed.of_tiers(own), resume_point, generation, rank, pools_of_ranks)
 
     def agree(self, schedule: GroupSchedule, stop: Callable[[], None]) -> None:
         """As for ``DrainLink``."""
@@ -220,9 +222,9 @@ class Drains(CommitListener):
 
 
 def fed_from(tiers: Sequence[Tier]) -> dict[int, int]:
-    """Return for the number of each object store that is fed the number of the folder: the first one that gets
-    checkpoints as often. (How long a number of updates takes is not known. A store by time is fed from a folder by
-    updates; the other way round it might get too few.)"""
+    """Return a dict: number of an object store that is fed -> number of its folder, the first one that gets checkpoints
+    as often. (How long a number of updates takes is not known. A store whose ``every`` is a time may be fed from a
+    folder whose ``every`` is a number of updates, but not the other way round: it might get too few.)"""
     found = {}
     folders = [number for number, each in enumerate(tiers) if not is_url(each.root)]
     for number, store in enumerate(tiers):
@@ -236,5 +238,5 @@ def fed_from(tiers: Sequence[Tier]) -> dict[int, int]:
 def _comes_as_often(folder: Tier, store: Tier) -> bool:
     if folder.every_seconds is not None:
         return store.every_seconds is not None and folder.every_seconds <= store.every_seconds
-    assert folder.every_steps is not None, "either"
+    assert folder.every_steps is not None, "``every`` is a time or a number of updates"
     return store.every_steps is None or folder.every_steps <= store.every_steps

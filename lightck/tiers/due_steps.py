@@ -1,4 +1,4 @@
-"""For which tiers a checkpoint is due by its step, and which checkpoints certain tiers need."""
+"""For which tiers a checkpoint is due by its step, and whether a tier needs exactly this checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wishes(Protocol):
     def keep_best(self) -> tuple[str, int, str] | None: ...
 
 
-def is_certain(tier: Wishes, step: int, metrics: Metrics) -> bool:
+def needs_step(tier: Wishes, step: int, metrics: Metrics) -> bool:
     """Return whether a tier needs the checkpoint of this step, and no other one will do. ``metrics``: what was logged
     at the step."""
     is_kept = tier.keep_every is not None and step % tier.keep_every == 0
@@ -27,7 +27,8 @@ def is_certain(tier: Wishes, step: int, metrics: Metrics) -> bool:
 
 
 def is_due(tier: Wishes, step: int, last: int) -> bool:
-    """Return whether the checkpoint of a step is due by the number of updates since the one of the step ``last``."""
+    """Return whether a multiple of ``every_steps`` lies above ``last`` and not above ``step``: then the checkpoint of
+    the step is due. ``last``: the step of the last checkpoint that was due by its step, or lies in the tier."""
     return tier.every_steps is not None and step // tier.every_steps > last // tier.every_steps
 
 
@@ -53,12 +54,12 @@ class DueSteps:
         return [
             number
             for number, tier in enumerate(self._tiers)
-            if self.is_empty[number] or is_due(tier, step, self._last[number]) or self.is_certain(number, step, metrics)
+            if self.is_empty[number] or is_due(tier, step, self._last[number]) or self.needs_step(number, step, metrics)
         ]
 
-    def is_certain(self, number: int, step: int, metrics: Metrics) -> bool:
+    def needs_step(self, number: int, step: int, metrics: Metrics) -> bool:
         """Return whether a tier, or one that is fed from it, needs the checkpoint of this step."""
-        return any(is_certain(each, step, metrics) for each in self._needs[number])
+        return any(needs_step(each, step, metrics) for each in self._needs[number])
 
     def taken(self, number: int, step: int) -> None:
         """The checkpoint of a step is being sent to a tier, or lies there."""

@@ -4,7 +4,7 @@
     fill      superblock and layout table; then each object is fetched (several at once where the store gains by it),
               decompressed if it was compressed, and its bytes are written to their places
     verify    each block against the checksums of the pool that the checkpoint is from; only then the commit record
-    publish   the file gets its name, in which nothing lies
+    publish   the file gets the path of the pool. Nothing lies there, or the old pool that it replaces
 
 Invariants: a file under the new name is complete. A checkpoint that lacks an object, or in which a byte differs, gives
 no pool.
@@ -100,8 +100,8 @@ def filled_pool(
     """Make a pool from a checkpoint in a temporary file beside ``path``, whose lock the caller holds. ``publish`` of
     the container that is yielded gives the file its name; without it, nothing is left at the end of the block.
     ``backend``, and what is raised: as for ``fetch``."""
-    refuse_missing_libraries(manifest.codecs)  # no reason to continue from an older checkpoint
-    superblock, table = _frame(store, manifest)
+    refuse_missing_libraries(manifest.codecs)  # a missing library is no damage of this checkpoint
+    superblock, table = _read_metadata(store, manifest)
     container = (backend or FileBackend()).create(path, superblock.nbytes)
     with closing(container):
         _fill_pool(store, manifest, superblock, table, container, path, advance)
@@ -114,27 +114,27 @@ def fetched_to_memory(
     """Make a pool from a checkpoint in anonymous memory, and return its reader. It takes the memory of the checkpoint.
     ``advance``, and what is raised: as for ``fetch``."""
     refuse_missing_libraries(manifest.codecs)
-    superblock, table = _frame(store, manifest)
+    superblock, table = _read_metadata(store, manifest)
     container = MemoryBackend().create(str(store), superblock.nbytes)
     with undo_on_error(container.close):
         _fill_pool(store, manifest, superblock, table, container, str(store), advance)
         return PoolReader(container, str(store))
 
 
-def frame_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
+def metadata_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
     """As ``fetched_to_memory``, but without the bytes of tensors, which are not fetched: what the checkpoint holds can
     be listed, and its tensors do not verify."""
-    superblock, table = _frame(store, manifest)
+    superblock, table = _read_metadata(store, manifest)
     container = MemoryBackend().create(str(store), superblock.nbytes)
     with undo_on_error(container.close):
-        _write_frame(manifest, superblock, table, container, str(store))
+        _write_metadata(manifest, superblock, table, container, str(store))
         runs = tuple(run for run in manifest.runs if not manifest.objects[run.object].key)
         _fill(store, replace(manifest, runs=runs), container, str(store), lambda _: None)
         _commit(manifest, superblock, container, str(store), verifies=False)
         return PoolReader(container, str(store))
 
 
-def _frame(store: Store, manifest: TierManifest) -> tuple[Superblock, bytes]:
+def _read_metadata(store: Store, manifest: TierManifest) -> tuple[Superblock, bytes]:
     """Return the superblock and the layout table of the pool. Raises ``DamagedError`` and ``TierError``."""
     superblock = Superblock.unpack(manifest.superblock)
     table = bytes(_get(store, manifest, manifest.table))
@@ -153,12 +153,14 @@ def _fill_pool(
     advance: Callable[[int], None],
 ) -> None:
     """Write everything that a pool needs into a new container, and verify it. ``path``: names the pool in errors."""
-    _write_frame(manifest, superblock, table, container, path)
+    _write_metadata(manifest, superblock, table, container, path)
     _fill(store, manifest, container, path, advance)
     _commit(manifest, superblock, container, path)
 
 
-def _write_frame(manifest: TierManifest, superblock: Superblock, table: bytes, container: Container, path: str) -> None:
+def _write_metadata(
+    manifest: TierManifest, superblock: Superblock, table: bytes, container: Container, path: str
+) -> None:
     with as_io_error(f"The pool {path!r} cannot be written"):
         for offset in SUPERBLOCK_OFFSETS:
             _write(container, manifest.superblock, offset)
@@ -204,7 +206,8 @@ def _commit(
 
 
 def _write(container: Container, data: bytes | memoryview, offset: int) -> None:
-    """Write bytes of the new pool, which nobody has mapped but a library that made its file."""
+    """Write bytes of the new pool with ``pwrite``. (Nobody has its file mapped, except a library that has made the
+    file.)"""
     view = memoryview(data)
     for at, nbytes in extents.runs(container.extents, offset, len(view)):
         end = at + nbytes

@@ -1,6 +1,6 @@
 """Write a new file in the folder of a tier: past the page cache (``O_DIRECT``) where lightck trusts the file system.
 
-    direct  whole pages of memory that begins at a page, in a file that was just made
+    direct  whole pages, from memory that begins at a page, into a file that was just made
     cached  the bytes after the last whole page, small files, and everything where the above does not hold, or where the
             kernel refuses a direct write
 
@@ -41,14 +41,14 @@ def _takes_direct(fd: int, view: memoryview) -> bool:
 
 def _write_directly(fd: int, view: memoryview) -> int:
     """Write whole pages, and return how many bytes were written: fewer if the kernel refuses to go on."""
-    flags, begun, end = fcntl.fcntl(fd, fcntl.F_GETFL), 0, len(view) // PAGE * PAGE
+    flags, written, end = fcntl.fcntl(fd, fcntl.F_GETFL), 0, len(view) // PAGE * PAGE
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        while begun < end and begun % PAGE == 0:
-            begun += os.write(fd, view[begun:end])
+        while written < end and written % PAGE == 0:
+            written += os.write(fd, view[written:end])
     except OSError as err:
         if err.errno not in _REFUSALS:
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return begun
+    return written

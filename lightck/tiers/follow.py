@@ -6,15 +6,15 @@
 
 While a training lives, nothing is sent here, even if its drain was killed: the training starts its drain again by
 itself, and two drains would disturb each other. Its claim is looked up in the tiers, so that a wrong tier is named at
-once, and not when it is too late. At the end it does not count whether a training lives, but only whether a drain does.
+once, and not when it is too late. At the end this process waits only for a drain, not for a training.
 
-What an earlier training has left in the pool before this process began is no reason to end: the training that it was
-started beside may claim the tiers anew. So what is refused then is said once, and waited for. What a training has
-committed since, and is refused, ends this process.
+If a checkpoint from before the start of this process is refused, that is said once, and this process waits: the
+training that it was started beside may claim the tiers anew. If a checkpoint that was committed since is refused, this
+process ends, unless the checkpoint is damaged, or the training with the newer claim went on from it.
 
-Failure cases: a tier takes nothing (again after a pause, which grows; said once); this process is killed (the next one
-finds out what the tier lacks); a training begins while a checkpoint is sent (it is sent to its end, as by the drain of
-a killed training; the drain of the new one waits for that for half a minute at most).
+Failure cases: a tier takes nothing (more attempts follow, after growing pauses; this is said once); this process is
+killed (the next one finds out what the tier lacks); a training begins while a checkpoint is sent (it is sent to its
+end, as by the drain of a killed training; the drain of the new one waits for that for half a minute at most).
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from lightck.errors import (
     UnsupportedError,
 )
 from lightck.pool.format.structures import KIND_CHECKPOINT, DamagedError
-from lightck.tiers.late_drain import Delivered, LateDrain, Newest, Pools, SupersededError
+from lightck.tiers.late_drain import Delivered, LateDrain, NewestRecord, Pools, SupersededError
 from lightck.tiers.pauses import pause_after
 
 _POLL_SECONDS, _LOCK_POLL_SECONDS = 1.0, 0.1
 _PAUSE_SECONDS_MAX_AT_END = 5.0
 _PASSING = (TierError, PoolError, RankError)
-"""Errors that may not come again; but for the next ones."""
+"""Errors after which another attempt may succeed, except those of ``_REFUSED``."""
 _REFUSED = (TierClaimedError, UnsupportedError, CorruptPoolError)
+"""Errors after which no further attempt follows until the pool has changed."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where is said what happens."""
+    """What is called to say what happens."""
 
     sent: Callable[[Delivered], None]
     waiting: Callable[[str], None]
@@ -57,11 +58,11 @@ class Report:
 
 
 @dataclass
-class _Place:
-    """One tier."""
+class _TierState:
+    """What was done for one tier."""
 
     drain: LateDrain
-    settled: tuple[Newest, ...] | None = None
+    done_for: tuple[NewestRecord, ...] | None = None
     """The state of the pools for which nothing is left to do now."""
     is_sent: bool = False
     """Whether its checkpoint is in the tier. (Else it was refused.)"""
@@ -76,9 +77,9 @@ class Follower:
     def __init__(self, pools: Pools, drains: Sequence[LateDrain], report: Report, wait_seconds: float) -> None:
         """``wait_seconds``: how long the end waits for the drain of a training, and for tiers that fail."""
         self._pools, self._report, self._wait_seconds = pools, report, wait_seconds
-        self._places = [_Place(each) for each in drains]
+        self._tiers = [_TierState(each) for each in drains]
         self._stop = threading.Event()
-        self._first: tuple[Newest, ...] | None = None
+        self._first: tuple[NewestRecord, ...] | None = None
         """The state of the pools at the first look; None: there was no look."""
         self._said = ""
         """What was said last, if it still holds."""
@@ -93,12 +94,12 @@ class Follower:
         """Let ``follow`` come to its end, and end the limit of the rate, because little time may be left. A signal
         handler may call this."""
         self._stop.set()
-        for each in self._places:
+        for each in self._tiers:
             each.drain.lift_rate()
 
     def follow(self) -> None:
-        """Serve until ``stop`` is called, and then send what is lacking. Raises as ``finish`` does, and what is refused
-        before (the module's text)."""
+        """Serve until ``stop`` is called, and then send what is lacking. Raises as ``finish`` does, and also for a
+        refusal before that (see the text of this module)."""
         while not self._stop.is_set():
             self._look()
             self._stop.wait(_POLL_SECONDS)
@@ -120,15 +121,15 @@ class Follower:
             return
         self._is_claim_known = False
         now = time.monotonic()
-        due = [each for each in self._places if each.settled != newest and now >= each.next_at]
+        due = [each for each in self._tiers if each.done_for != newest and now >= each.next_at]
         if not due:
             return
-        with self._pools.drained_here() as is_alone:
+        with self._pools.locked_for_sending() as is_alone:
             if is_alone and not self._pools.is_in_use():
                 for each in due:
                     self._send(each, newest)
 
-    def _newest(self) -> tuple[Newest, ...]:
+    def _newest(self) -> tuple[NewestRecord, ...]:
         """Return the state of the pools; () if there is no checkpoint, or none that can be read now."""
         try:
             self._pools.find()
@@ -139,13 +140,13 @@ class Follower:
             self._say(self._report.failed, str(err))
         return ()
 
-    def _was_committed_since(self, newest: tuple[Newest, ...]) -> bool:
+    def _was_committed_since(self, newest: tuple[NewestRecord, ...]) -> bool:
         """Whether a training has committed the newest checkpoint since this process began."""
         return newest != self._first and any(each.kind == KIND_CHECKPOINT for each in newest)
 
     def _look_up_claim(self) -> None:
         self._is_claim_known = True
-        for each in self._places:
+        for each in self._tiers:
             try:
                 each.drain.refuse_foreign()
             except (TierClaimedError, UnsupportedError):
@@ -153,25 +154,25 @@ class Follower:
             except (*_PASSING, DamagedError):
                 pass  # found again, and said, when the checkpoint is to be sent
 
-    def _send(self, place: _Place, newest: tuple[Newest, ...]) -> None:
+    def _send(self, tier: _TierState, newest: tuple[NewestRecord, ...]) -> None:
         try:
-            done = place.drain.send()
+            done = tier.drain.send()
         except _REFUSED as err:
             may_pass = isinstance(err, CorruptPoolError) or (isinstance(err, SupersededError) and err.went_on)
             if self._was_committed_since(newest) and not may_pass:
                 raise
-            place.is_sent = False
+            tier.is_sent = False
             self._say(self._report.waiting, f"waiting for a training: {err}")
         except _PASSING as err:
-            place.n_failures += 1
-            place.next_at = time.monotonic() + pause_after(place.n_failures)
+            tier.n_failures += 1
+            tier.next_at = time.monotonic() + pause_after(tier.n_failures)
             self._say(self._report.failed, f"{err} The next attempt follows.")
             return
         else:
-            self._said, place.is_sent = "", True
+            self._said, tier.is_sent = "", True
             for each in done:
                 self._report.sent(each)
-        place.settled, place.n_failures, place.next_at = newest, 0, 0.0
+        tier.done_for, tier.n_failures, tier.next_at = newest, 0, 0.0
 
     def _say(self, how: Callable[[str], None], text: str) -> None:
         if text != self._said:
@@ -187,7 +188,7 @@ class Follower:
         while True:
             self._pools.find()
             newest = self._pools.newest()
-            with self._pools.drained_here() as is_alone:
+            with self._pools.locked_for_sending() as is_alone:
                 if is_alone:
                     self._send_rest(newest, until if tries_again else 0.0)
                     return
@@ -200,8 +201,8 @@ class Follower:
             self._say(self._report.waiting, "waiting for the drain of a training, which sends the newest checkpoint")
             time.sleep(_LOCK_POLL_SECONDS)
 
-    def _send_rest(self, newest: tuple[Newest, ...], until: float) -> None:
-        left = [each for each in self._places if each.settled != newest or not each.is_sent]
+    def _send_rest(self, newest: tuple[NewestRecord, ...], until: float) -> None:
+        left = [each for each in self._tiers if each.done_for != newest or not each.is_sent]
         refused: list[LightckError] = []
         n_attempts = 0
         while left:

@@ -29,13 +29,13 @@ from lightck.ranks.agreed_step import ACCEPTED, NOT_READY, PASSED, Proposal
 from lightck.tiers.tier import Tier
 
 _LEAD_MIN = 4
-"""How many checkpoints ahead rank 0 plans at least: more than another rank can be ahead of it."""
+"""How many checkpoints ahead rank 0 plans at least. This is more than another rank can be ahead of rank 0."""
 _LATENCY_SECONDS = 0.2
-"""How long the ranks take to agree, as long as it was not measured."""
+"""How long the ranks take to agree, until this was measured."""
 _LATENCY_SECONDS_MIN = 0.1
 _LEAD_FACTOR_MAX = 64
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.25, 2.0
-"""After a proposal that was not accepted rank 0 waits before the next one: at first, and at most."""
+"""How long rank 0 waits after a proposal that was not accepted: at first, and at most."""
 
 
 class GroupSchedule:
@@ -51,8 +51,9 @@ class GroupSchedule:
         propose: Callable[[Proposal], None] | None,
     ) -> None:
         """``interval``: updates from one checkpoint to the next. ``newest``: for each tier, the step of its newest
-        checkpoint. ``is_ready``: whether the drain of this rank could take a checkpoint. ``propose``: lets all ranks be
-        asked; its items are the numbers of the tiers for which the checkpoint is due. None on all ranks but rank 0."""
+        checkpoint. ``is_ready``: whether the drain of this rank could take a checkpoint. ``propose``: asks all ranks to
+        accept a proposal, whose items are the numbers of the tiers for which the checkpoint is due; None on all ranks
+        but rank 0."""
         self._tiers, self._interval, self._is_ready, self._propose = tiers, interval, is_ready, propose
         self._lock = threading.Lock()
         self._newest = 0
@@ -67,8 +68,8 @@ class GroupSchedule:
         self._asked_at, self._not_before, self._n_refused = now, now, 0
         self._latency, self._lead_factor = _LATENCY_SECONDS, 1
         self._committed_at = now
-        self._seconds: deque[float] = deque(maxlen=16)
-        """Of the last checkpoints: the time since the one before."""
+        self._durations: deque[float] = deque(maxlen=16)
+        """For each of the last checkpoints, the time since the one before, in seconds."""
         self._last = [step or 0 for step in newest]
         self._next_at = [
             now if step is None else now + (tier.every_seconds or 0.0) for tier, step in zip(tiers, newest, strict=True)
@@ -127,9 +128,9 @@ class GroupSchedule:
             self._is_reached = True
             return plan
 
-    def verdict(self) -> bool | None:
-        """Return whether all ranks have accepted the plan that was reached; None: it is not known yet. When it is, the
-        plan is over."""
+    def take_verdict(self) -> bool | None:
+        """Return whether all ranks have accepted the plan that was reached, and end the plan. None: it is not known
+        yet, and the plan stays."""
         with self._lock:
             if self._is_reached and self._is_agreed is not None:
                 self._plan, self._is_reached = None, False
@@ -152,7 +153,7 @@ class GroupSchedule:
     def _measure(self, step: int) -> None:
         now = time.monotonic()
         if step > self._newest:
-            self._seconds.append((now - self._committed_at) * self._interval / (step - self._newest))
+            self._durations.append((now - self._committed_at) * self._interval / (step - self._newest))
             self._committed_at = now
 
     # -- what is due, on rank 0
@@ -162,7 +163,7 @@ class GroupSchedule:
         now = time.monotonic()
         if self._propose is None or self._is_asking or self._plan is not None or now < self._not_before:
             return
-        if self._is_closed or not self._seconds or not self._is_ready():
+        if self._is_closed or not self._durations or not self._is_ready():
             return
         lead = self._lead() * self._interval
         wanted = {number: self._wanted(number, step + lead, now) for number in range(len(self._tiers))}
@@ -175,7 +176,7 @@ class GroupSchedule:
         self._propose(Proposal(chosen, items))
 
     def _lead(self) -> int:
-        seconds = sorted(self._seconds)[len(self._seconds) // 4]  # an evaluation between two steps says nothing
+        seconds = sorted(self._durations)[len(self._durations) // 4]  # lower quartile: leaves out long evaluations
         latency = max(self._latency, _LATENCY_SECONDS_MIN)
         return _LEAD_MIN + math.ceil(self._lead_factor * 2 * latency / max(seconds, 1e-4))
 
@@ -191,7 +192,7 @@ class GroupSchedule:
         return min(found, default=None)
 
     def _suits(self, number: int, wanted: int, chosen: int) -> bool:
-        """Whether the checkpoint of a step is sent to a tier that wants another one, too."""
+        """Whether the checkpoint of step ``chosen`` will do for a tier that wants that of step ``wanted``."""
         every = self._tiers[number].keep_every
         return wanted == chosen or (wanted < chosen and (every is None or wanted % every != 0))
 

@@ -27,9 +27,9 @@ def record_of(reader: PoolReader, generation: int | None = None) -> CommitRecord
 
 @contextmanager
 def held(reader: PoolReader, generation: int | None = None) -> Iterator[StoredCheckpoint | None]:
-    """Hold the newest checkpoint of a pool in a block, or the one with this generation; None if there is none.
-    ``reader``: may have a pool with gradient records open. Raises ``OverwrittenError`` if the training was faster,
-    ``DamagedError``, ``PoolError``, and ``UnsupportedError`` if an optimizer of another class than those of
+    """Hold the newest checkpoint of a pool, or the one with this generation, during a ``with`` block. Yields None if
+    there is none. ``reader``: may have a pool with gradient records open. Raises ``OverwrittenError`` if the training
+    was faster, ``DamagedError``, ``PoolError``, and ``UnsupportedError`` if an optimizer of another class than those of
     ``torch.optim`` is needed to make updates again."""
     record = record_of(reader, generation)
     if record is None:

@@ -1,4 +1,5 @@
-"""Several calls of a store at once, in bounded memory; what is sent is read, prepared and put at once too."""
+"""Several calls of a store at the same time, in bounded memory. While some pieces are put, the next ones are read and
+prepared."""
 
 from __future__ import annotations
 

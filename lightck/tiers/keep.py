@@ -1,5 +1,5 @@
-"""Retention: a tier with ``format="safetensors"``, and ``keep=``, which it replaces. Once in every ``Keep.every``
-updates a committed checkpoint is exported to a folder, in the background.
+"""Retention: the exports of a tier with ``format="safetensors"``, or of ``keep=``, which is deprecated. Once in every
+``Keep.every`` updates a committed checkpoint is exported to a folder, in the background.
 
 The checkpoint to export is held in its slot. A separate thread reads and verifies the checkpoint, and writes a
 safetensors file that appears complete or not at all. The training thread starts the export, and waits for it only at a

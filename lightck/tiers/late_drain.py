@@ -61,12 +61,12 @@ class PoolOfRank(NamedTuple):
     world_size: int = 1
 
 
-class Newest(NamedTuple):
+class NewestRecord(NamedTuple):
     """What the newest commit record of a pool says."""
 
     uuid: bytes
     generation: int
-    """Of the record, which an adoption has too."""
+    """The generation of the record. (An adoption has a record with a generation of its own.)"""
     kind: int
 
 
@@ -90,7 +90,7 @@ class Pools:
             self.all = tuple(PoolOfRank(path, rank, world.world_size) for rank, path in pools.items())
             self._is_whole = len(self.all) == world.world_size
 
-    def newest(self) -> tuple[Newest, ...]:
+    def newest(self) -> tuple[NewestRecord, ...]:
         """Return what the newest record of each pool says. Raises ``PoolError``: also ``NoCheckpointError``."""
         found = []
         for each in self.all:
@@ -103,7 +103,7 @@ class Pools:
                 records = candidates(reader.commit_log())
                 if not records:
                     raise _no_checkpoint(each.path)
-                found.append(Newest(reader.superblock.uuid, records[0].generation, records[0].kind))
+                found.append(NewestRecord(reader.superblock.uuid, records[0].generation, records[0].kind))
         return tuple(found)
 
     def is_in_use(self) -> bool:
@@ -111,9 +111,9 @@ class Pools:
         return any(holder_of(each.path) is not None for each in self.all)
 
     @contextmanager
-    def drained_here(self) -> Iterator[bool]:
-        """Hold ``POOL.drain`` of each pool in a block; False if the drain of a training, or another process, holds one
-        of them."""
+    def locked_for_sending(self) -> Iterator[bool]:
+        """Hold ``POOL.drain`` of each pool during a ``with`` block. Yields False if the drain of a training, or another
+        process, holds one of them."""
         locks = [DrainLock(each.path) for each in self.all]
         try:
             yield all(lock.take() for lock in locks)
@@ -186,15 +186,17 @@ class LateDrain:
         return sorted(found.values(), key=lambda each: (each.claim, each.step), reverse=True)
 
     def refuse_foreign(self) -> None:
-        """Raise as ``send`` does if the newest checkpoint would be refused, but for a newer claim. Nothing is sent."""
+        """Raise as ``send`` does if the newest checkpoint would be refused for another reason than a newer claim.
+        Nothing is sent."""
         for pool in self._pools.all:
             with closing(open_pool(pool.path, gradients=True)) as reader, held(reader) as stored:
                 if stored is not None:
                     self._claim_of(stored)
 
     def _send(self, pool: PoolOfRank, generation: int | None, only: str) -> Delivered | None:
-        """Send one checkpoint of one pool. A rank's is never replaced by a newer one, because the others send it.
-        ``only``: if not empty, the claim that the checkpoint must name; None is returned for another one."""
+        """Send one checkpoint of one pool. The checkpoint of a rank is never replaced by a newer one, because the other
+        ranks send the same one. ``only``: if not empty, the claim that the checkpoint must name; None is returned for
+        another one."""
         for _ in range(_N_OVERWRITTEN_MAX if generation is None else 1):
             try:
                 with closing(open_pool(pool.path, gradients=True)) as reader, held(reader, generation) as stored:

@@ -14,20 +14,20 @@ _N_STEPS_MAX = 100
 
 
 class LoggedMetrics:
-    """The metrics of the last steps, and whether those are among them for which a tier asks."""
+    """The metrics of the last steps, and whether the metrics that the tiers ask for were logged."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.wanted = frozenset(tier.keep_best[0] for tier in tiers if tier.keep_best is not None)
         self.of_steps: dict[int, dict[str, float]] = {}
-        self._is_logged = self._is_other_reported = False
-        """Whether a metric for which a tier asks was logged, and whether it was said that only others were."""
+        self._is_logged = self._has_warned_of_others = False
+        """Whether a metric for which a tier asks was logged, and whether the user was warned that only others were."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add what was logged at a step, and return all metrics of the step. Numbers that are not finite are left
         out."""
         self._is_logged |= not self.wanted.isdisjoint(metrics)
-        if self.wanted and not self._is_logged and not self._is_other_reported:
-            self._is_other_reported = True
+        if self.wanted and not self._is_logged and not self._has_warned_of_others:
+            self._has_warned_of_others = True
             log.warning(
                 "lightck: session.log() got %s, and keep_best= asks for %s",
                 ", ".join(metrics),

@@ -41,8 +41,8 @@ def damage_of(store: Store, sent: SentObject, *, reads: bool) -> str | None:
 
 
 def damage_from(err: DamagedError | TierError) -> str:
-    """Return what the error of a read says of the file. Raises the error if it says nothing, because the tier cannot be
-    reached."""
+    """Return what is wrong with a file, from the error of a read. Raises this error if the tier could not be reached,
+    which says nothing of the file."""
     if isinstance(err, TierError):
         if err.errno is None:
             raise err
@@ -78,17 +78,17 @@ class Copies:
 
     def __init__(self, tiers: Sequence[Store], pools: Sequence[PoolReader]) -> None:
         self._tiers, self._pools = tiers, pools
-        self._other_bytes: set[ObjectName] = set()
+        self._recompressed_differently: set[ObjectName] = set()
         """The objects whose content is there, but becomes other bytes when it is compressed here."""
         self._held: dict[tuple[str, int], bool] = {}
         """(path of a pool, generation) -> whether the pool holds that checkpoint, as far as it was looked at."""
 
-    def bytes_of(self, sent: SentObject, naming: Sequence[TierManifest]) -> bytes | None:
+    def bytes_of(self, sent: SentObject, named_by: Sequence[TierManifest]) -> bytes | None:
         """Return the bytes of an object that these manifests name; None if they are nowhere. Raises ``TierError``."""
         data = self._same_object(sent)
         if data is not None:
             return data
-        for content in (*self._contents_in_pools(sent, naming), *self._contents_in_tiers(sent)):
+        for content in (*self._contents_in_pools(sent, named_by), *self._contents_in_tiers(sent)):
             data = bytes(content) if sent.coding is None else encoded(content, sent.coding)
             if data is not None and _is_content(data, sent):
                 return data
@@ -96,7 +96,7 @@ class Copies:
 
     def why_not(self, sent: SentObject) -> str:
         """Return why there are no bytes of an object."""
-        if sent.name not in self._other_bytes or sent.coding is None:
+        if sent.name not in self._recompressed_differently or sent.coding is None:
             return "no copy of it is there"
         return (
             f"its content is there, but {sent.coding.codec} on this machine makes other bytes of it than that of the "
@@ -123,10 +123,10 @@ class Copies:
                 return data
         return None
 
-    def _contents_in_pools(self, sent: SentObject, naming: Iterable[TierManifest]) -> Iterator[bytes]:
-        """Yield what lies in each pool where one of these checkpoints lay. (Whether it lies there still is seen by the
-        SHA-256.)"""
-        for manifest in naming:
+    def _contents_in_pools(self, sent: SentObject, named_by: Iterable[TierManifest]) -> Iterator[bytes]:
+        """Yield the bytes of each pool at the places where one of these checkpoints lay. (The SHA-256 shows whether
+        they are still those of the checkpoint.)"""
+        for manifest in named_by:
             superblock = Superblock.unpack(manifest.superblock)
             for reader in self._pools:
                 if reader.superblock == superblock:
@@ -134,7 +134,7 @@ class Copies:
                     if len(data) == sent.content_nbytes:
                         yield data
                         if sent.coding is not None and self._holds(reader, manifest):
-                            self._other_bytes.add(sent.name)
+                            self._recompressed_differently.add(sent.name)
 
     @cached_property
     def _by_key(self) -> dict[str, list[tuple[Store, SentObject]]]:
@@ -149,7 +149,7 @@ class Copies:
         return found
 
     def _contents_in_tiers(self, sent: SentObject) -> Iterator[bytes | memoryview]:
-        """Yield what objects of other tiers were made from, if that has the same key and another form."""
+        """Yield the content of the objects of other tiers that have the same key, and are compressed in another way."""
         for store, other in self._by_key.get(sent.key, ()):
             is_other_form = (other.coding, other.name.content) != (sent.coding, sent.name.content)
             if is_other_form and other.content_nbytes == sent.content_nbytes:
@@ -157,7 +157,7 @@ class Copies:
                     continue
                 with suppress(DamagedError):
                     yield content_of(store, other)
-                    self._other_bytes.add(sent.name)
+                    self._recompressed_differently.add(sent.name)
 
     def _holds(self, reader: PoolReader, manifest: TierManifest) -> bool:
         """Whether a pool still holds a checkpoint, intact. It is read once."""
@@ -182,9 +182,9 @@ def _is_content(data: bytes, sent: SentObject) -> bool:
     return len(data) == sent.nbytes and hashlib.sha256(data).hexdigest() == sent.name.content
 
 
-def is_named(store: Store, naming: Iterable[tuple[ManifestName, TierManifest]]) -> bool:
+def is_named(store: Store, named_by: Iterable[tuple[ManifestName, TierManifest]]) -> bool:
     """Whether one of the manifests that named an object is still there."""
-    for name, manifest in naming:
+    for name, manifest in named_by:
         try:
             if read_manifest(store, name) == manifest:
                 return True

@@ -1,8 +1,8 @@
 """A tier in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure. The library is obstore.
 
-A store must offer that an object that was put can be read under its name at once, and that an object is there whole or
-not at all. More is not needed: names are unique, so nothing depends on a put that fails if there is such an object, and
-a listing may be late.
+A store must let an object be read as soon as it was put (read-after-write consistency), and hold it whole or not at all
+(atomic puts). More is not needed: no put is conditional, because names are unique, and a listing may be late (eventual
+consistency).
 
 Credentials come from where the library looks for them: the environment, or the machine. The text of its errors holds
 what the store has sent, key ids and signed addresses among it. So an error of lightck names the status and a few codes
@@ -60,7 +60,7 @@ _CLIENT_OPTIONS = frozenset(
 """Options of the connection. The library wants them apart from those of the store."""
 _OPTIONS_NBYTES_MAX = 1 << 15
 _TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
-"""Of one request; for a piece of 32 MiB that is 270 kB/s. Both are options."""
+"""The timeouts of one request. 120 s for a piece of 32 MiB are 280 kB/s. Both are options."""
 _N_RETRIES, _RETRY_SECONDS_MAX = 3, 60
 """Of the library, for one call. What comes after that is the pause of the drain, which grows."""
 _WHOLE_NBYTES_MAX = 64 << 20
@@ -258,7 +258,8 @@ class ObjectStore:
 
     @staticmethod
     def _try(call: Callable[[], _Result]) -> _Result | _Failure:
-        """Call the library. Its error ends here: what is raised afterwards does not lead to it."""
+        """Call the library. Its error is caught here, and what is raised afterwards does not refer to it, because its
+        text may hold secrets."""
         if _is_forked.is_set():
             return _Failure(
                 "obstore cannot be used in a forked process whose parent has used it (spawn it)", None, None
@@ -285,8 +286,8 @@ def refuse_unusable_url(root: str) -> None:
     """Raise ``ValueError`` for a URL that names no place of an object store."""
     if _CREDENTIALS_IN_URL.search(root):
         raise ValueError(
-            "The URL of a tier has one of the characters @, ? and #, which may part a secret from it. It is not shown "
-            "here. Pass s3://BUCKET/PREFIX, put credentials into the environment, and the rest into options=."
+            "The URL of a tier has one of the characters @, ? and #, which may separate a secret from the rest. It is "
+            "not shown here. Pass s3://BUCKET/PREFIX, put credentials into the environment, and the rest into options=."
         )
     scheme, _, rest = root.partition("://")
     if scheme in SCHEMES and len(rest.partition("/")[0]) < _BUCKET_LENGTH_MIN:

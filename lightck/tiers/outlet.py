@@ -15,7 +15,7 @@ from lightck.tiers.tier_writer import TierWriter
 
 @dataclass
 class Outlet:
-    """One tier."""
+    """The settings of one tier, and what the drain has done for it."""
 
     settings: TierSettings
     pacer: Pacer
@@ -33,14 +33,14 @@ class Outlet:
     sent: tuple[int, Mapping[str, float] | None] | None = None
     """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
 
-    def has_recovered(self) -> None:
-        """There is nothing left to try again."""
+    def clear_failures(self) -> None:
+        """Forget the failures: there is nothing left to try again."""
         self.n_failures = 0
         if self.state.failing_since is not None:
             self.state.error = self.state.failing_since = None
 
     def end_if_superseded(self) -> None:
-        """Ask the tier whether a higher claim exists."""
+        """Ask the tier whether a higher claim exists, and set ``state.is_superseded`` if one does."""
         with suppress(TierError):
             try:
                 if self.writer is not None:

@@ -24,7 +24,7 @@ from lightck.pool.listener import CommitListener
 from lightck.pool.storage.failures import io_error
 from lightck.pool.writer import Pending, PoolWriter
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
-from lightck.restore.pool_copies import begin_copy, state_for_copy
+from lightck.restore.pool_copies import copy_uncommitted, state_for_copy
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.usable import RankCheckpoint, stored_checkpoint
 from lightck.state import values
@@ -199,7 +199,7 @@ def _begin(stored: RankCheckpoint, writer: PoolWriter, numbers: dict[str, int], 
     own = writer.generation, writer.incarnation
     writer.generation, writer.incarnation = stored.header.generation - 1, stored.header.incarnation
     try:
-        return begin_copy(writer, stored, numbers, state, held)
+        return copy_uncommitted(writer, stored, numbers, state, held)
     finally:
         writer.generation, writer.incarnation = own
 

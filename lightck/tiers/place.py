@@ -10,7 +10,8 @@ from lightck.tiers.tier import Tier
 
 @dataclass(frozen=True)
 class Place:
-    """Which tiers a drain does not serve, and what it has to do with them (``drains.py``)."""
+    """The number of a drain, the tiers of the other drains, and which of these tiers feeds it or is fed by it
+    (``drains.py``)."""
 
     may_hold: Callable[[], bool]
     """Whether one more slot may be held for a drain."""

@@ -1,4 +1,5 @@
-"""Durations and rates as a user writes them, and what keeps to a rate. (The commands and the drain load no torch.)"""
+"""Durations and rates as a user writes them, and a rate limiter. (No torch is imported here, because the commands and
+the drain load none.)"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def bytes_per_second_of(rate: object) -> float | None:
 
 
 class Pacer:
-    """Lets bytes pass at a rate: a token bucket that is full when one piece, of whatever size, may pass."""
+    """A rate limiter for pieces of bytes. A piece of any size may pass as soon as the pieces before it are paid for at
+    the rate."""
 
     def __init__(
         self,

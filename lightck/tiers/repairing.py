@@ -13,8 +13,9 @@ A pool that no process has open:
     compare   the newest checkpoint of the pool that is intact with those of the tier, as a resume does
     fetch     a newer one into a new file, verified; only then it takes the place of the old file
 
-Invariants: an object gets only the bytes that its name says. A pool is replaced only by a newer checkpoint of its run
-than the newest intact one in it. Manifests, claims, and pools that are no plain files are not mended: each is named.
+Invariants: an object gets only the bytes that its name says. A pool is replaced only by a checkpoint of its run that is
+newer than the newest intact one in the pool. Manifests, claims, and pools that are no plain files are not mended, but
+reported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from lightck.tiers.candidates import (
     Rejected,
     newest_of_all,
     no_checkpoint_error,
-    none_whole_error,
+    none_intact_error,
     run_of,
 )
 from lightck.tiers.claiming import refuse_other_runs
@@ -67,7 +68,8 @@ class Unrepaired(NamedTuple):
 
 @dataclass
 class Repaired:
-    """What was mended. objects: of a tier. step: of the checkpoint from which a pool was rebuilt; None: none was."""
+    """What was mended. objects: the objects of a tier that were written anew. step: the step of the checkpoint from
+    which a pool was rebuilt; None: no pool was rebuilt."""
 
     objects: list[SentObject] = field(default_factory=list)
     step: int | None = None
@@ -89,11 +91,11 @@ def repair_tier(store: Store, tiers: Sequence[Store], pools: Sequence[PoolReader
     damaged = _damaged(store, manifests, progress)
     sources = Copies(tiers, pools)
     for sent, reason in damaged.items():
-        naming = [(name, manifest) for name, manifest in manifests.items() if sent in manifest.objects]
-        data = sources.bytes_of(sent, [manifest for _, manifest in naming])
+        named_by = [(name, manifest) for name, manifest in manifests.items() if sent in manifest.objects]
+        data = sources.bytes_of(sent, [manifest for _, manifest in named_by])
         if data is None:
             done.left.append(Unrepaired(str(sent.name), f"{reason}; {sources.why_not(sent)}"))
-        elif is_named(store, naming):  # else a drain has removed the checkpoint meanwhile
+        elif is_named(store, named_by):  # else a drain has removed the checkpoint meanwhile
             store.put(str(sent.name), data)
             again = damage_of(store, sent, reads=True)
             if again is None:
@@ -171,7 +173,7 @@ def repair_pool(path: str | os.PathLike[str], tiers: Sequence[Store], progress: 
                 continue
             done.step, done.rejected = found.checkpoint.step, list(map(str, rejected))
             return done
-        raise none_whole_error(tiers[0], rejected) if rejected else _empty_error(tiers)
+        raise none_intact_error(tiers[0], rejected) if rejected else _empty_error(tiers)
 
 
 def _refuse_other_kinds(path: str) -> None:

@@ -1,8 +1,9 @@
 """Read everything in the pool and in the tiers again and again, and find what is damaged (``Tier(reread=...)``).
 
     round     each byte of one place (the pool, a tier) once, at an even pace, so that a round takes the period
-    piece     what is read at once, if the drain has nothing else to do. So a due checkpoint waits for one piece at most
-    damage    is read a second time, after a pause. If it is there still, it is mended or named
+    piece     what is read in one go, if the drain has nothing else to do. So a due checkpoint waits for one piece at
+              most
+    damage    is read a second time, after a pause. If it is there still, it is mended or reported
               (``rereading_tier.py``, ``rereading_pool.py``)
 
 The drain's one thread does it, with the drain's low priority. Not a thread of idle priority: it would hold Python's
@@ -32,11 +33,11 @@ from lightck.tiers.rereading_tier import TierRereading
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest
 
-Steps = Generator[float, None, bool]
+Round = Generator[float, None, bool]
 """A round. Each item is the time at which its next piece is due, of ``time.monotonic``. The result says whether
 everything was read."""
 _FIRST_SECONDS_MAX, _AGAIN_SECONDS_MAX = 60.0, 300.0
-"""How long after the start the first round begins at the latest, and the next one after a round that failed."""
+"""The longest pauses before the first round, and before a new one after a round that failed."""
 _FAILING_SECONDS = 10.0
 _REPORT_SECONDS = 5.0
 """How often the training hears how much was read."""
@@ -46,11 +47,11 @@ class _Place:
     """The rounds over one place."""
 
     def __init__(
-        self, begin: Callable[[float], Steps], period: float, reread: Reread, tier: TierState | None = None
+        self, begin: Callable[[float], Round], period: float, reread: Reread, tier: TierState | None = None
     ) -> None:
         """``tier``: the state of the tier, if the place is one: nothing is read while it takes nothing."""
         self._begin, self._period, self._reread, self._tier = begin, period, reread, tier
-        self._steps: Steps | None = None
+        self._round: Round | None = None
         self._began = 0.0
         self.next_at = time.monotonic() + min(_FIRST_SECONDS_MAX, period / 10)
 
@@ -59,18 +60,18 @@ class _Place:
         if self._tier is not None and self._tier.failing_since is not None:
             self.next_at = time.monotonic() + _FAILING_SECONDS
             return
-        if self._steps is None:
+        if self._round is None:
             self._began = time.monotonic()
-            self._steps = self._begin(self._began)
+            self._round = self._begin(self._began)
         is_whole = False
         try:
-            self.next_at = next(self._steps)
+            self.next_at = next(self._round)
             return
         except StopIteration as end:
             is_whole = end.value
         except (TierError, PoolError, DamagedError):
             pass
-        self._steps = None
+        self._round = None
         self._reread.rounds += is_whole
         pause = self._period if is_whole else min(_AGAIN_SECONDS_MAX, self._period)
         self.next_at = (self._began if is_whole else time.monotonic()) + pause
@@ -86,8 +87,8 @@ class Rereading:
         state: DrainState,
         hashes: Sequence[Callable[[], Mapping[ManifestName, bytes]]],
     ) -> None:
-        """``own``: what the drain writes below. ``state``: where what was found is written. ``hashes``: returns for
-        each tier the SHA-256 of the manifests that this process has written."""
+        """``own``: what the drain writes below. ``state``: gets what was found. ``hashes``: returns for each tier the
+        SHA-256 of the manifests that this process has written."""
         self._settings, self._state = settings, state
         self._tiers = (*settings.tiers, *settings.other_tiers)
         self._places: list[_Place] = []
@@ -138,8 +139,10 @@ class Rereading:
         others = [each for each in range(len(self._tiers)) if each != number]
         random.shuffle(others)
 
-        def find(name: ObjectName, naming: Mapping[ManifestName, TierManifest]) -> bytes | None:
-            sent = [(each, manifest) for manifest in naming.values() for each in manifest.objects if each.name == name]
+        def find(name: ObjectName, named_by: Mapping[ManifestName, TierManifest]) -> bytes | None:
+            sent = [
+                (each, manifest) for manifest in named_by.values() for each in manifest.objects if each.name == name
+            ]
             with suppress(PoolError), closing(open_pool(self._settings.pool)) as reader:
                 copies = Copies((), [reader])
                 for each, manifest in sent:

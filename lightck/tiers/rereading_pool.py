@@ -1,7 +1,7 @@
 """Read the pool of a running training again. Nothing is written to it.
 
-    slot      one after the other, in pieces; each piece of the checkpoint that lies there at that moment. So a training
-              that commits faster than this reads is read all over nevertheless
+    slot      one after the other, in pieces; each piece of the checkpoint that lies there at that moment. So each slot
+              is read to its end, even if the training commits faster than this reads
     hold      the slot, as a reader does, for one piece only: so the training never has to do without it
     verify    by the pool's own checksums, which have the generation in them
     suspect   what does not verify is read once more, after a pause, from the medium if the system lets it go. It counts
@@ -30,7 +30,8 @@ PIECE_NBYTES_MAX = 3 << 20
 """Below ``PARALLEL_READ_NBYTES_MIN``: the drain reads with one thread."""
 _SUSPECT_SECONDS_MAX, _OPEN_SECONDS_MAX = 1.0, 10.0
 Place = tuple[str, int, int, int]
-"""As ``StoredCheckpoint.read_blocks`` takes it, without memory: the bytes are only verified."""
+"""(name, first block, bytes, address), as ``StoredCheckpoint.read_blocks`` takes it. The address is 0: the bytes are
+only verified."""
 
 
 class _ReplacedError(Exception):
@@ -43,7 +44,7 @@ class PoolRereading:
     def __init__(self, path: str, period: float, state: DrainState, *, is_of_group: bool) -> None:
         self._path, self._period, self._state, self._is_of_group = path, period, state, is_of_group
         self._reader: PoolReader | None = None
-        """The open pool; None between two pieces that lie far apart."""
+        """The open pool; None while the next piece is not due for long."""
         self._damaged: set[tuple[str, int, int]] = set()
         """(uuid of the pool, slot, generation) of the damaged checkpoints."""
 
@@ -75,8 +76,9 @@ class PoolRereading:
             self._reader.close()
         self._reader = None
 
-    def _rest(self, until: float) -> Generator[float, None, None]:
-        """Wait. An open file keeps its memory, which a training that moves to another file wants back soon."""
+    def _wait_until(self, until: float) -> Generator[float, None, None]:
+        """Wait, and close the pool before a long wait: an open file keeps its memory, which a training that moves to
+        another file wants back soon."""
         if until - time.monotonic() > _OPEN_SECONDS_MAX:
             self._close()
         yield until
@@ -86,7 +88,7 @@ class PoolRereading:
         (_, slot_nbytes), n_slots = superblock.slots[slot], len(superblock.slots)
         offset, stored = 0, None
         while offset < slot_nbytes:
-            yield from self._rest(began + self._period * (number + offset / slot_nbytes) / n_slots)
+            yield from self._wait_until(began + self._period * (number + offset / slot_nbytes) / n_slots)
             reader = self._opened(superblock)
             record, reason, end = None, None, offset + PIECE_NBYTES_MAX
             if stored is None or stored.reader is not reader or not stored.owns_slot():

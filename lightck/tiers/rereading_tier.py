@@ -6,7 +6,7 @@
     suspect   what is damaged or missing is read again after a pause. A manifest that names it must be there still: else
               the checkpoint was removed meanwhile, and that is no damage
     mend      an object below the own claim is written anew, same name and bytes, from another copy of the content
-    name      what cannot be mended, once for each checkpoint: objects without another copy, older claims (their right
+    report    what cannot be mended, once for each checkpoint: objects without another copy, older claims (their right
               to delete and to write is no longer this training's), and manifests (nothing says which bytes they had)
 
 Invariants: only bytes whose SHA-256 is the name are written. Nothing is written once a higher claim exists. Whether a
@@ -64,7 +64,7 @@ class TierRereading:
         self._sizes: dict[ObjectName, int] = {}
         """The objects that they name, each with its number of bytes."""
         self._damaged: set[ManifestName | ObjectName] = set()
-        self._named: set[tuple[TierCheckpoint, bool]] = set()
+        self._warned: set[tuple[TierCheckpoint, bool]] = set()
         """The checkpoints of which the training was warned, because something in them was mended (True) or not."""
 
     def round(self, began: float) -> Generator[float, None, bool]:
@@ -97,8 +97,8 @@ class TierRereading:
                 self._found_manifest(name, reason)
 
     def _is_ours(self, writer: Writer) -> bool:
-        """Whether this rank reads what a writer has written: of older claims, made by other numbers of ranks too, each
-        part is read by one rank."""
+        """Whether this rank reads what a writer has written. Each part below an older claim is read by one rank, also
+        if another number of ranks made it."""
         return writer.claim <= self._own.claim and writer.rank % self._own.world_size == self._own.rank
 
     def _damage_of_manifest(self, name: ManifestName) -> str | None:
@@ -142,11 +142,11 @@ class TierRereading:
             n_done += nbytes
             sent = SentObject(name, nbytes, "")
             reason = self._damage_of(sent)
-            if reason is not None and self._naming(name):
+            if reason is not None and self._manifests_naming(name):
                 yield self._suspected_until()
                 reason = self._damage_of(sent)
-                if reason is not None and (naming := self._naming(name)):
-                    self._found_object(sent, reason, naming)
+                if reason is not None and (named_by := self._manifests_naming(name)):
+                    self._found_object(sent, reason, named_by)
         yield began + self._period
 
     def _damage_of(self, sent: SentObject) -> str | None:
@@ -156,7 +156,7 @@ class TierRereading:
             self._damaged.discard(sent.name)
         return reason
 
-    def _naming(self, name: ObjectName) -> dict[ManifestName, TierManifest]:
+    def _manifests_naming(self, name: ObjectName) -> dict[ManifestName, TierManifest]:
         """Return the manifests that name an object, and that are there at this moment."""
         found = {}
         for manifest in [each for each, objects in self._contents.items() if name in objects]:
@@ -166,15 +166,15 @@ class TierRereading:
                 del self._contents[manifest]
         return found
 
-    def _found_object(self, sent: SentObject, reason: str, naming: Mapping[ManifestName, TierManifest]) -> None:
-        """Mend or name an object that is damaged."""
+    def _found_object(self, sent: SentObject, reason: str, named_by: Mapping[ManifestName, TierManifest]) -> None:
+        """Mend an object that is damaged, or report it."""
         self._refuse_superseded()
         self._count(sent.name)
-        checkpoints = sorted({each.checkpoint for each in naming})
+        checkpoints = sorted({each.checkpoint for each in named_by})
         if sent.name.writer != self._own:
             left: str | None = "it belongs to an earlier session, so this one leaves it as it is"
         else:
-            left = self._mend(sent, naming)
+            left = self._mend(sent, named_by)
         if left is None:
             self._damaged.discard(sent.name)
             self._reread.mended += 1
@@ -191,9 +191,9 @@ class TierRereading:
                 f"pool has the same bytes: lightck repair {self._store} --from OTHER",
             )
 
-    def _mend(self, sent: SentObject, naming: Mapping[ManifestName, TierManifest]) -> str | None:
+    def _mend(self, sent: SentObject, named_by: Mapping[ManifestName, TierManifest]) -> str | None:
         """Write an object anew. Returns why it is damaged still; None if it is whole."""
-        data = self._copies(sent.name, naming)
+        data = self._copies(sent.name, named_by)
         if data is None:
             return _NO_COPY
         try:
@@ -206,7 +206,8 @@ class TierRereading:
     # -- both
 
     def _refuse_superseded(self) -> None:
-        """Another training has taken over, and removes what it likes: nothing that is missing is damage."""
+        """Raise ``_SupersededError`` if a higher claim exists. Then another training removes what it likes, and what is
+        missing is no damage."""
         if is_superseded(self._store.listing(), self._own.claim):
             raise _SupersededError
 
@@ -219,8 +220,8 @@ class TierRereading:
             self._reread.damaged += 1
 
     def _warn(self, checkpoints: Sequence[TierCheckpoint], what: str, *, is_mended: bool = False) -> None:
-        new = [each for each in checkpoints if (each, is_mended) not in self._named]
-        self._named.update((each, is_mended) for each in new)
+        new = [each for each in checkpoints if (each, is_mended) not in self._warned]
+        self._warned.update((each, is_mended) for each in new)
         if new:
             steps = ", ".join(str(each.step) for each in new[:10]) + (", ..." if len(new) > 10 else "")
             of_claim = "" if new[0].claim == self._own.claim else f" (claim {new[0].claim})"

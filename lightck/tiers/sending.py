@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
     name: str
     number: int
-    """Of the tensor's record."""
+    """The number of the tensor's record."""
     first: int
     """Number of the first block."""
     nbytes: int
@@ -66,8 +66,8 @@ class _Hashed(NamedTuple):
 
 
 @dataclass
-class Sent:
-    """What an earlier checkpoint of the same writer has left for the next one."""
+class KnownObjects:
+    """The objects of earlier checkpoints that the next one need not send again, by key and by SHA-256."""
 
     by_key: dict[str, SentObject] = field(default_factory=dict)
     by_content: dict[str, SentObject] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class _Outgoing:
     store: Store
     writer: Writer
     nonce: str
-    earlier: Sent
+    earlier: KnownObjects
     codec: str | None
     objects: list[SentObject] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
@@ -104,7 +104,7 @@ class _Outgoing:
     pace: Callable[[int], object] = lambda _: None
     """Called with the number of bytes before each put; it may wait."""
     is_manifest_begun: bool = False
-    """Whether the manifest may be stored: then its objects stay."""
+    """Whether the put of the manifest has begun. The manifest may be stored then, so its objects stay."""
 
     def withdraw(self) -> None:
         """Remove what was put, because the checkpoint was not sent whole; end if the store fails: each of thousands of
@@ -171,7 +171,7 @@ def send(
     store: Store,
     writer: Writer,
     nonce: str,
-    earlier: Sent,
+    earlier: KnownObjects,
     *,
     written_by: str,
     metrics: Mapping[str, float] | None = None,
@@ -181,9 +181,10 @@ def send(
 ) -> SentCheckpoint:
     """Send a checkpoint, which the caller holds. ``nonce``: eight hexadecimal digits that were never used for this
     writer. ``earlier``: the objects of its manifests; a piece that one of them holds is not sent again, however it is
-    compressed there. ``advance`` is called with the number of bytes of each piece of the tensors, and ``pace`` with
-    that of each put, before it. ``codec``: how other pieces are compressed (``codecs.py``); None: not at all. Raises
-    ``DamagedError`` if the checkpoint is damaged or was overwritten, ``PoolIOError``, and ``TierError``."""
+    compressed there. ``advance`` is called with the number of bytes of each piece of the tensors, and ``pace``, before
+    each put, with the number of bytes of the put. ``codec``: how other pieces are compressed (``codecs.py``); None: not
+    at all. Raises ``DamagedError`` if the checkpoint is damaged or was overwritten, ``PoolIOError``, and
+    ``TierError``."""
     out = _Outgoing(store, writer, nonce, earlier, codec, pace=pace)
     try:
         return _send(stored, out, written_by, metrics or {}, advance)
@@ -200,7 +201,7 @@ def _send(
     advance: Callable[[int], None],
 ) -> SentCheckpoint:
     _send_tensors(stored, out, advance)
-    _send_frame(stored, out)
+    _send_metadata(stored, out)
     table = out.add(stored.reader.table)
     manifest = TierManifest(
         written_by,
@@ -234,9 +235,10 @@ def _superblock(stored: StoredCheckpoint) -> bytes:
     raise DamagedError("the superblock of its pool cannot be read")
 
 
-def _send_frame(stored: StoredCheckpoint, out: _Outgoing) -> None:
-    """Send the slot's header and the pool's manifest as one object, and the next-batch record, if it is there already,
-    as another one: the training stores it later, and the bytes of an object must not depend on when it was sent."""
+def _send_metadata(stored: StoredCheckpoint, out: _Outgoing) -> None:
+    """Send the slot's header and the pool's manifest as one object, and the next-batch record as another one, if the
+    training has stored it already. (It stores this record later, so the bytes of one object with all three would depend
+    on when they were sent.)"""
     sb, record = stored.reader.superblock, stored.record
     header_at = sb.slots[record.slot][0]
     places = [(header_at, NEXT_OFFSET)]
@@ -266,7 +268,7 @@ def _send_pieces(stored: StoredCheckpoint, out: _Outgoing, puts: Puts, advance: 
             buffer = puts.buffer()
             data = buffer.data[: _read(stored, parts, buffer)]
             coding = None if out.codec is None else coding_of(out.codec, _elements(stored, parts))
-            puts.prepare(buffer, partial(_hashed, data, coding), partial(_named, stored, out, parts, key))
+            puts.prepare(buffer, partial(_hashed, data, coding), partial(_add_piece, stored, out, parts, key))
         else:
             _add_runs(stored, out, parts, out.append(known))
         advance(sum(part.nbytes for part in parts))
@@ -283,7 +285,7 @@ def _read(stored: StoredCheckpoint, parts: Sequence[Part], buffer: Buffer) -> in
     return int(address - buffer.ctypes.data)
 
 
-def _named(
+def _add_piece(
     stored: StoredCheckpoint, out: _Outgoing, parts: Sequence[Part], key: str, hashed: _Hashed
 ) -> NamedBytes | None:
     """Add a piece to the manifest. Returns what is to be put; None if it is known."""
@@ -365,7 +367,8 @@ def _blocks(stored: StoredCheckpoint, name: str, number: int, generation: int) -
 
 
 def _key(stored: StoredCheckpoint, parts: Sequence[Part]) -> str:
-    """Return the key of a piece: what its bytes are, without them. The checksums of a block are of the origin, the
-    number of its tensor's record and its generation; two blocks that agree in these are the same."""
+    """Return the key of a piece: it identifies the bytes, and is known before they are read. The key is a hash of the
+    origin and the block size, and of the record number, the blocks and the generation of each part. Two blocks that
+    agree in these have the same bytes."""
     text = repr((stored.header.origin, stored.block_nbytes, [part[1:] for part in parts]))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

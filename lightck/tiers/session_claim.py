@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightck.errors import TierClaimedError
-from lightck.tiers.claiming import GoesOnFrom, claim_tiers, read_claim, release
+from lightck.tiers.claiming import ResumePoint, claim_tiers, read_claim, release
 from lightck.tiers.decisions import complete
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.store import Store
@@ -34,9 +34,9 @@ class Claimed(NamedTuple):
 
 
 def run_of_new_training(stores: Sequence[Store], run: str) -> str:
-    """Return the id of a training that begins now: ``run``, or that of a claim in the tiers below which nothing was
-    sent, because the training that made it was killed before its first checkpoint. Raises ``TierClaimedError`` if
-    a tier holds checkpoints."""
+    """Return the id of the run that begins now: ``run``, or that of a claim in the tiers below which nothing was sent.
+    (The training that made this claim was killed before its first checkpoint.) Raises ``TierClaimedError`` if a tier
+    holds checkpoints."""
     found = {run}
     for store in stores:
         listing = store.listing()
@@ -51,15 +51,15 @@ def run_of_new_training(stores: Sequence[Store], run: str) -> str:
     return max(found - {run}, default=run)
 
 
-def claim_for_session(stores: Sequence[Store], run: str, goes_on_from: GoesOnFrom | None) -> Claimed:
-    """Claim all tiers for the run. ``goes_on_from``: None for a new run. Raises ``TierError``."""
+def claim_for_session(stores: Sequence[Store], run: str, resume_point: ResumePoint | None) -> Claimed:
+    """Claim all tiers for the run. ``resume_point``: None for a new run. Raises ``TierError``."""
     for store in stores:
         store.refuse_other_folder()
-    claim = claim_tiers(stores, run, release(), goes_on_from)
+    claim = claim_tiers(stores, run, release(), resume_point)
     there, step = None, 0
-    if goes_on_from is not None:
-        there = None if goes_on_from.claim is None else TierCheckpoint(goes_on_from.claim, goes_on_from.step)
-        step = goes_on_from.step
+    if resume_point is not None:
+        there = None if resume_point.claim is None else TierCheckpoint(resume_point.claim, resume_point.step)
+        step = resume_point.step
     whole = [complete(store.listing()) for store in stores]
     return Claimed(
         str(claim),

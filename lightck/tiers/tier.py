@@ -51,12 +51,12 @@ class Tier:
     group each rank sends so many. The limit ends where time is short: when a signal announces the end of the training
     (``preemption``), and when the training was killed. ``close()`` keeps to it."""
     spare_slot: bool = True
-    """Whether the pool gets a slot more (one state of memory), so that the training never waits, and never overwrites
-    a checkpoint, while one is sent. All tiers share it."""
+    """Whether the pool gets one more slot (two with ``keep_every`` or ``keep_best``), each as large as the state, so
+    that the training never waits, and never overwrites a checkpoint, while one is sent. All tiers share these slots."""
     reread: str | None = "24h"
-    """In which time everything in this tier is read again, a piece now and then, and compared with its checksums; the
-    pool too. What is damaged is written anew from another copy, or is named in a warning. None: nothing is read
-    again."""
+    """The time in which everything in this tier is read again once, a piece now and then, and compared with its
+    checksums; the pool too. What is damaged is written anew from another copy, or is reported in a warning. None:
+    nothing is read again."""
     format: str | None = None
     """None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other programs,
     ``step-00001000.safetensors`` and so on; ``every`` is then a number of updates, and only ``keep_last`` and ``what``
@@ -114,14 +114,14 @@ class Tier:
         for name, value, least in (("keep_last", self.keep_last, 2), ("keep_every", self.keep_every, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"Tier({name}={value!r}): `{name}` is an int of at least {least}, or None.")
-        if self.needs_certain_steps and not self.spare_slot:
+        if self.needs_specific_steps and not self.spare_slot:
             raise ValueError(
-                "Tier(spare_slot=False) with keep_every= or keep_best=: a certain checkpoint can be sent only if it is "
-                "held in a slot until then. Leave out spare_slot=False."
+                "Tier(spare_slot=False) with keep_every= or keep_best=: the checkpoint of exactly one step can be sent "
+                "only if it is held in a slot until then. Leave out spare_slot=False."
             )
         if self.keep_best is not None:
             _check_best(self.keep_best)
-        if self.needs_certain_steps and self.keep_last is None:
+        if self.needs_specific_steps and self.keep_last is None:
             given = "keep_every=" if self.keep_every is not None else "keep_best="
             raise ValueError(
                 f"Tier({given}) without keep_last=: all checkpoints stay then, and {given} would change nothing. Pass "
@@ -179,8 +179,8 @@ class Tier:
         return self.every if isinstance(self.every, int) else None
 
     @property
-    def needs_certain_steps(self) -> bool:
-        """Whether certain checkpoints must be sent, and not only any one when it is due."""
+    def needs_specific_steps(self) -> bool:
+        """Whether the checkpoints of specific steps must be sent, and not only any one when it is due."""
         return self.keep_every is not None or self.keep_best is not None
 
 
@@ -200,7 +200,7 @@ def n_spare_slots(tiers: Sequence[Tier]) -> int:
     that must be sent and waits until the drain is ready."""
     if not any(each.spare_slot for each in tiers):
         return 0
-    return 2 if any(each.needs_certain_steps for each in tiers) else 1
+    return 2 if any(each.needs_specific_steps for each in tiers) else 1
 
 
 def checked_tiers(tiers: object) -> tuple[Tier, ...]:

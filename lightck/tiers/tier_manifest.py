@@ -57,8 +57,8 @@ class SentObject(NamedTuple):
     name: ObjectName
     nbytes: int
     key: str
-    """Hash of which tensors, in which state, its bytes are; empty if they are no tensors. Objects with the same key
-    were made from the same bytes."""
+    """Hash that identifies the tensors from which its bytes were made, and their state (``sending.py``); empty if they
+    are no tensors. Objects with the same key were made from the same bytes."""
     coding: Coding | None = None
     """How it was compressed; None: it was not."""
 
@@ -243,7 +243,7 @@ def _list(body: dict[str, Any], key: str) -> list[Any]:
 def _object(value: object, writer: Writer, *, has_codecs: bool) -> SentObject:
     is_described = isinstance(value, list) and len(value) in ((3, 5) if has_codecs else (3,))
     if not isinstance(value, list) or not is_described or not all(type(each) is str for each in (value[0], value[2])):
-        raise DamagedError("an object in it is not described as one")
+        raise DamagedError("an object in it is malformed")
     name = parse_name(f"{writer}/data/{value[0]}")
     if not isinstance(name, ObjectName) or len(value[2]) > 64:
         raise DamagedError("an object in it has no name of an object")
@@ -256,7 +256,7 @@ def _object(value: object, writer: Writer, *, has_codecs: bool) -> SentObject:
 
 def _run(value: object) -> Run:
     if not isinstance(value, list) or len(value) != len(Run._fields):
-        raise DamagedError("a run in it is not described as one")
+        raise DamagedError("a run in it is malformed")
     return Run(*(_number(each, "run") for each in value))
 
 

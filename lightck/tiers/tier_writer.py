@@ -1,11 +1,11 @@
-"""Write to a tier below one claim: send checkpoints, and remove from the tier what need not stay.
+"""Write to a tier below one claim: send checkpoints, and remove from the tier what is no longer needed.
 
     send     objects that a manifest of this writer names are not sent again, and not read if their tensors have not
              changed
     retain   list; delete manifests, then objects, as ``decisions.py`` says, until there is nothing to delete
 
-Invariants: those of ``decisions.py``, of which this is the one writer below its prefix. What it has written itself
-counts as named, whether or not a listing shows it.
+Invariants: those of ``decisions.py``. This is the one writer below its prefix. What it has written itself counts as
+named, whether or not a listing shows it.
 
 Failure cases: another process claims the tier (``TierClaimedError``: nothing more is written); the tier was emptied
 (``TierError``: nothing is written without the claim); objects were removed by somebody else (they are sent again).
@@ -32,7 +32,7 @@ from lightck.tiers.decisions import (
     objects_to_delete,
 )
 from lightck.tiers.names import Claim, ManifestName, ObjectName, TierCheckpoint, Writer
-from lightck.tiers.sending import Sent, SentCheckpoint, send
+from lightck.tiers.sending import KnownObjects, SentCheckpoint, send
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest, read_manifest
 
@@ -59,11 +59,11 @@ class TierWriter:
         self._store, self._written_by, self._retention, self._grace = store, written_by, retention, grace
         self._began = store.now()
         """The time of the store when this writer began."""
-        self._earlier = Sent()
+        self._earlier = KnownObjects()
         self._listed: set[ObjectName] = set()
-        """The objects in the newest listing, and before the first one those that an own manifest names."""
-        self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
-        """The objects that a manifest names, of each that was read or written."""
+        """The objects in the newest listing; before the first listing, those that an own manifest names."""
+        self._objects_by_manifest: dict[ManifestName, frozenset[ObjectName]] = {}
+        """For each manifest that was read or written, the objects that it names."""
         self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
         self.hashes: dict[ManifestName, bytes] = {}
         """SHA-256 of each manifest that this object has written, and not removed."""
@@ -76,12 +76,16 @@ class TierWriter:
             if manifest is not None:
                 self._earlier.add(manifest)
                 self._remember(name, manifest)
-                self._listed |= self._contents[name]
+                self._listed |= self._objects_by_manifest[name]
 
     def sent(self) -> dict[int, Mapping[str, float]]:
         """Return the steps of the checkpoints below the own prefix that this object has read or written, each with its
         metrics."""
-        return {each.step: self._metrics[each.checkpoint] for each in self._contents if each.writer == self.writer}
+        return {
+            each.step: self._metrics[each.checkpoint]
+            for each in self._objects_by_manifest
+            if each.writer == self.writer
+        }
 
     def use_parent(self, parent: ManifestName, generation: int) -> None:
         """Read the manifest of the checkpoint from which the training went on, so that its objects are copied inside
@@ -127,8 +131,8 @@ class TierWriter:
         return sent
 
     def refuse_superseded(self) -> None:
-        """Raise ``TierClaimedError`` if a higher claim exists, or if only others do, and ``TierError`` if no claim
-        does."""
+        """Raise ``TierClaimedError`` if a higher claim exists, or if the own claim is gone and others exist. Raise
+        ``TierError`` if no claim exists any more."""
         self._check(self._store.listing())
 
     def _check(self, listing: Listing) -> None:
@@ -146,7 +150,7 @@ class TierWriter:
         self._listed = listed
 
     def retain(self) -> int:
-        """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
+        """Delete what is no longer needed, and return how many files were deleted. Raises ``TierError``."""
         if self._retention is None:
             return 0
         path = read_claim(self._store, self.writer.claim).path
@@ -158,7 +162,7 @@ class TierWriter:
             manifests = manifests_to_delete(listing, stays, self.writer, self._grace)
             for manifest in manifests:
                 self._store.delete(str(manifest))
-                self._contents.pop(manifest, None)
+                self._objects_by_manifest.pop(manifest, None)
                 self.hashes.pop(manifest, None)
             n_deleted += len(manifests)
             if not manifests:
@@ -174,7 +178,7 @@ class TierWriter:
         """Return the metrics of each checkpoint, if any are asked for."""
         if self._retention is not None and self._retention.keep_best is not None:
             for manifest in listing.manifests:
-                if manifest not in self._contents:
+                if manifest not in self._objects_by_manifest:
                     try:
                         self._objects_of(manifest)
                     except DamagedError:
@@ -186,7 +190,7 @@ class TierWriter:
         read."""
         named: dict[Writer, set[ObjectName]] = {each.writer: set() for each in listing.objects}
         unreadable = set()
-        for manifest in {*listing.manifests, *self._contents}:
+        for manifest in {*listing.manifests, *self._objects_by_manifest}:
             try:
                 named.setdefault(manifest.writer, set()).update(self._objects_of(manifest))
             except DamagedError:
@@ -194,12 +198,12 @@ class TierWriter:
         return {writer: names for writer, names in named.items() if writer not in unreadable}
 
     def _objects_of(self, name: ManifestName) -> frozenset[ObjectName]:
-        if name not in self._contents:
+        if name not in self._objects_by_manifest:
             self._remember(name, read_manifest(self._store, name))
-        return self._contents[name]
+        return self._objects_by_manifest[name]
 
     def _remember(self, name: ManifestName, manifest: TierManifest) -> None:
-        self._contents[name] = frozenset(each.name for each in manifest.objects)
+        self._objects_by_manifest[name] = frozenset(each.name for each in manifest.objects)
         self._metrics[name.checkpoint] = manifest.metrics
 
 

@@ -29,7 +29,7 @@ from lightck.tiers.fetching import fetch
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, claim_name
 from lightck.tiers.names import parse as parse_name
-from lightck.tiers.sending import Sent, send
+from lightck.tiers.sending import KnownObjects, send
 from lightck.tiers.tier_manifest import NBYTES_MAX, parse, read_manifest
 
 STEPS, MORE = 7, 5
@@ -181,7 +181,7 @@ def test_a_killed_copy_leaves_the_tier_whole(tmp_path, seed):
     assert are_equal(tmp_path / "last.pool", tmp_path / "run.pool")
 
 
-def sent(pool: Path, store: FolderStore, nonce: str, earlier: Sent) -> int:
+def sent(pool: Path, store: FolderStore, nonce: str, earlier: KnownObjects) -> int:
     """Send the newest checkpoint, and return how many bytes were put."""
     with closing(open_pool(str(pool))) as reader:
         stored = next(iter(reader.checkpoints()))
@@ -194,7 +194,7 @@ def test_what_did_not_change_is_not_sent_again(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 4))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[1].parameters())
-    store, earlier = FolderStore(str(tmp_path / "tier")), Sent()
+    store, earlier = FolderStore(str(tmp_path / "tier")), KnownObjects()
     sizes = []
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer) as session:
         for number in range(3):
@@ -206,7 +206,7 @@ def test_what_did_not_change_is_not_sent_again(tmp_path):
     trained_nbytes = 3 * 4 * (1024 * 4 + 4)
     assert sizes[0] > frozen
     assert sizes[1] < trained_nbytes + 0.02 * frozen, sizes
-    fresh = Sent()  # a drain that was started again knows what the manifests say
+    fresh = KnownObjects()  # a drain that was started again knows what the manifests say
     for name in store.listing().manifests:
         fresh.add(read_manifest(store, name))
     assert sent(tmp_path / "run.pool", store, "0000000a", fresh) < trained_nbytes + 0.02 * frozen

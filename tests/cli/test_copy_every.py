@@ -24,7 +24,7 @@ from lightck.cli.base import FAILED, OK
 from lightck.errors import TierClaimedError
 from lightck.tiers.copying import drain_to
 from lightck.tiers.decisions import Retention, complete, manifests_of
-from lightck.tiers.drain import Drain
+from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
 
@@ -139,13 +139,13 @@ def test_the_first_of_two_senders_ends_by_name(tmp_path):
     assert second.send().step == 3
 
 
-def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[Drain, FolderStore]:
+def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[PoolSender, FolderStore]:
     """Send each step of a training of which a part is frozen, and retain after each."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[1].parameters())
     store = FolderStore(str(tmp_path / "tier"))
-    drain = Drain(tmp_path / "run.pool", store, "test", retention, grace)
+    drain = PoolSender(tmp_path / "run.pool", store, "test", retention, grace)
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer) as session:
         for _ in range(steps):
             model(torch.ones(1, 256)).sum().backward()

@@ -20,7 +20,7 @@ from lightck.cli.base import BAD, FAILED, OK
 from lightck.pool.format.structures import pack_slot_header
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
-from lightck.tiers.drain import Drain
+from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
 
@@ -262,7 +262,7 @@ def test_a_damaged_pool_that_is_newer_than_the_tier_stays(tmp_path):
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
         train(model, optimizer, 2)
         session.flush()
-        Drain(pool, store_of(tier), "1.0").send()
+        PoolSender(pool, store_of(tier), "1.0").send()
         train(model, optimizer, 3, start=2)
     newest = lightck.recover(pool).step
     damage(pool, "model/0.weight", [newest])

@@ -21,7 +21,7 @@ from lightck.cli.base import BAD, FAILED, OK
 from lightck.pool.format.structures import DamagedError
 from lightck.tiers.candidates import Candidate
 from lightck.tiers.claiming import ClaimFile
-from lightck.tiers.drain import Drain
+from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, claim_name
 from lightck.tiers.tier_manifest import SentObject, read_manifest
@@ -285,7 +285,7 @@ def test_inspect_shows_what_checkpoints_share(tmp_path):
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer) as session:
         train(model, optimizer, 1)
         session.flush()
-        drain = Drain(tmp_path / "run.pool", store_of(tmp_path / "tier"), "1.0")
+        drain = PoolSender(tmp_path / "run.pool", store_of(tmp_path / "tier"), "1.0")
         drain.send()
         train(model, optimizer, 1, start=1)
         session.flush()

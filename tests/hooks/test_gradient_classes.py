@@ -19,9 +19,9 @@ from lightck.events import SessionLock, StepEvents, StepListener
 from lightck.hooks import own_hooks
 from lightck.hooks.captured_update import CopyResult, Deadline, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients
-from lightck.hooks.gradient_classes import GradientClasses, shares_memory
+from lightck.hooks.gradient_classes import GradientHistories, shares_memory
 from lightck.hooks.hooks import Hooks
-from lightck.hooks.probation import WHOLE_COPIES, Probation
+from lightck.hooks.probation import WHOLE_COPIES, GradientChecksums
 from lightck.state.blocks import checksums
 from lightck.stats import Meter
 
@@ -78,7 +78,7 @@ def test_new_tensors_are_owned_also_where_gradients_are_absent(one):
 
 def test_memory_that_torch_gives_again_is_owned():
     """The address of a released gradient is often that of the next one, and says nothing."""
-    classes, param = GradientClasses(), nn.Parameter(torch.zeros(64))
+    classes, param = GradientHistories(), nn.Parameter(torch.zeros(64))
     kinds, addresses, same_address = [], set(), False
     for _ in range(100):
         gradient = torch.ones(64)
@@ -271,7 +271,7 @@ def test_an_announced_write_is_found_at_once():
 
 def test_all_gradients_have_their_turn():
     gradients = [HeldGradient(str(i), OWNED, (torch.rand(40 + i),)) for i in range(30)]
-    probation, seen = Probation(BLOCK), set()
+    probation, seen = GradientChecksums(BLOCK), set()
     for _ in range(30 * 5):
         for gradient, blocks in zip(gradients, probation.read(0, gradients, [False] * 30), strict=True):
             of_copy = [checksums(gradient.tensors[0], BLOCK)]
@@ -282,7 +282,7 @@ def test_all_gradients_have_their_turn():
 
 def test_what_is_read_in_turn_is_bounded():
     large = [HeldGradient(str(i), OWNED, (torch.zeros(1 << 20),)) for i in range(3)]
-    probation = Probation(1 << 20)
+    probation = GradientChecksums(1 << 20)
     for _ in range(12):
         assert [len(one.checksums) for found in probation.read(0, large, [False] * 3) for one in found] == [1]
 

@@ -22,7 +22,7 @@ def begun(n_ranks: int, store: Store, learnt: list[list[int]]) -> list[EndAgreem
 
 def test_without_a_request_every_point_is_passed():
     agreements = begun(2, Store(random.Random(0)), [[], []])
-    assert all(agreement.passes() for agreement in agreements for _ in range(100))
+    assert all(agreement.pass_point() for agreement in agreements for _ in range(100))
     for each in agreements:
         each.close()
 
@@ -32,25 +32,25 @@ def test_a_rank_that_is_ahead_has_been_let_through_and_the_others_go_on_until_th
     agreements = begun(2, Store(random.Random(0)), learnt)
     passed = [3, 5]
     for agreement, n in zip(agreements, passed, strict=True):
-        assert all(agreement.passes() for _ in range(n))
+        assert all(agreement.pass_point() for _ in range(n))
     agreements[0].request(15)
     ended = [False, False]
     while not all(ended):  # a point that is passed before the ranks know counts as well
         for rank, agreement in enumerate(agreements):
-            answer = agreement.passes()
+            answer = agreement.pass_point()
             passed[rank] += answer is True
             ended[rank] = answer is False
     assert passed[0] == passed[1]
     assert learnt == [[], [15]], "the other rank learns of it"
     agreements[0].postpone()
-    assert agreements[0].passes() is False, "one point further"
+    assert agreements[0].pass_point() is False, "one point further"
 
 
 def test_nobody_is_let_through_as_long_as_a_rank_does_not_answer():
     agreements = begun(3, Store(random.Random(0)), [[], [], []])
     agreements[2].close()
     agreements[0].request(10)
-    until(lambda: agreements[0].passes() is None and agreements[1].passes() is None)
+    until(lambda: agreements[0].pass_point() is None and agreements[1].pass_point() is None)
     until(lambda: agreements[0].missing == [2])
     for each in agreements:
         each.close()
@@ -80,7 +80,7 @@ def test_all_loops_end_at_one_point_whatever_the_store_does(seed, monkeypatch):
             step += 1
             if step == asked.get(rank):
                 agreements[rank].request(15)
-            while (passes := agreements[rank].passes()) is None:
+            while (passes := agreements[rank].pass_point()) is None:
                 time.sleep(0.0005)
             if not passes:
                 break

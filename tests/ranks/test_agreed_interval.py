@@ -154,9 +154,9 @@ def test_each_part_of_the_agreement_is_needed(kind):
 
 
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(0, 1000))
-def test_a_pattern_saves_one_of_the_steps_to_which_it_reaches_back(interval, skip, begin):
+def test_a_pattern_saves_one_of_any_max_gap_steps(interval, skip, begin):
     pattern = Pattern(7, interval, skip if interval == 1 else min(skip, 1))
-    steps = range(7 + begin, 7 + begin + pattern.reaches_back())
+    steps = range(7 + begin, 7 + begin + pattern.max_gap())
     assert any(pattern.is_due(step) for step in steps)
     saved = [step for step in range(7, 1000) if pattern.is_due(step)]
     assert saved[0] == 7

@@ -217,7 +217,7 @@ def test_a_mean_of_whole_tensors_alone_also_needs_each_place(pools):
     values(run_ranks(2, run))
     assert (lightck.recover(pools).model["weight"] == 0.5).all()
     (pools / "rank-00001-of-00002.pool").unlink()
-    with pytest.raises(RankError, match=r"is the mean of 2 tensors, and no pool holds the one of rank 1"):
+    with pytest.raises(RankError, match=r"is the mean of 2 tensors, and no pool holds the values of place 1"):
         lightck.recover(pools)
 
 

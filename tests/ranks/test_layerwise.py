@@ -486,7 +486,7 @@ def update_in_the_hook(patch: pytest.MonkeyPatch) -> None:
 
 def no_move(patch: pytest.MonkeyPatch) -> None:
     """Compare with the gradients in the buckets in ``step()``."""
-    patch.setattr(layerwise_module.Layerwise, "gradients_moved", lambda self: None)
+    patch.setattr(layerwise_module.Layerwise, "rebind_gradients", lambda self: None)
 
 
 def all_computed(patch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def waits_for(step: int) -> Callable[[int, Any], None]:
     during the next one.)"""
 
     def wait(rank: int, session: Any) -> None:
-        sender = session._membership.rule.sender
+        sender = session._membership.commit_rule.sender
         end = time.monotonic() + 20
         while session.step > step and max(sender.in_copy).step < step and time.monotonic() < end:
             time.sleep(0.002)
@@ -357,7 +357,7 @@ def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
 
     def on_step(rank: int, session: Any) -> None:
         time.sleep(0.02)
-        found.append(session._membership.rule.knowledge.copy_every)
+        found.append(session._membership.commit_rule.knowledge.copy_every)
 
     found: list[int] = []
 
@@ -379,7 +379,7 @@ def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
 def test_copies_would_take_a_fiftieth_of_the_time(
     copy_seconds: float, step_seconds: float, interval: int, every: int
 ) -> None:
-    assert copy_cadence.every_for(copy_seconds, step_seconds, interval) == every
+    assert copy_cadence.steps_between_copies(copy_seconds, step_seconds, interval) == every
 
 
 def test_a_checkpoint_with_optimizer_state_takes_longer_than_the_first_one() -> None:
@@ -582,7 +582,7 @@ def test_copy_is_emptied_if_its_checkpoints_may_hold_old_bytes(tmp_path: Path) -
         optimizer = torch.optim.AdamW(model.layer.parameters())
         replicas = lightck.Replicas(2, every=4)
         session = lightck.attach(model, tmp_path / "pools" / f"host-{rank}", optimizer=optimizer, replicas=replicas)
-        sender = session._membership.rule.sender
+        sender = session._membership.commit_rule.sender
         emptied = []
         original = CopySender.struck
 

@@ -180,8 +180,8 @@ def test_another_sampler_begins_its_pass_again_and_that_is_said(pools, seen):
     first, second = values(life(pools, seen, 2, sampler=random_shares))
     for began, reason, _ in (first, second):
         assert began in (3, 4)
-        assert "the pass of loader.0 begins again, so samples of it are given twice" in reason
-    assert any("the pass of loader.0 begins again" in line for line in first[2])
+        assert "the pass over loader.0 begins again, so samples of it are given twice" in reason
+    assert any("the pass over loader.0 begins again" in line for line in first[2])
 
 
 def test_another_order_is_refused_by_name(pools, seen):

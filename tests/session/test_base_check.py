@@ -98,7 +98,7 @@ def test_a_late_write_inside_the_update_is_named_within_a_round(sneaky, pool, ca
         session.flush()
     assert caplog.text.count("updates are not trusted any more") == 1
     assert "'model/0.weight' has other bits than its older copy" in caplog.text
-    assert f"one of the steps {LATE + 1} to {LATE + 2} may be recovered without a write" in caplog.text
+    assert f"one of the steps {LATE + 1} to {LATE + 2} may be recovered in a state that lacks a write" in caplog.text
     assert needed(pool) == (LATE + N + 2, 0)
     other = net(WIDE)
     other_optimizer = Sneaky(other.parameters(), lr=0.01)

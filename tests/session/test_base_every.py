@@ -21,7 +21,7 @@ from lightck.pool.gradient_log import records_default
 from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.session import base_every
-from lightck.session.base_every import MEASURED, WARM_UP, BaseEveryTuner, Costs, best_base_every
+from lightck.session.base_every import MEASURED, WARM_UP, BaseEveryTuner, CopyCosts, best_base_every
 from lightck.strategy.gradients import Gradients
 
 AUTO = Gradients(base_every="auto")
@@ -189,14 +189,14 @@ def test_what_cannot_be_is_refused(strategy, error, message, pool):
 def test_the_best_number_balances_copies_and_recoveries(
     copy_seconds, nbytes, state_nbytes, mtbf, step, update, expected
 ):
-    costs = Costs(copy_seconds, nbytes, update)
+    costs = CopyCosts(copy_seconds, nbytes, update)
     found = best_base_every(costs, state_nbytes=state_nbytes, step_seconds=step, mtbf=mtbf)
     assert found == pytest.approx(expected)
 
 
 def test_the_best_number_has_the_least_cost():
     a, state, mtbf, t, q = 2e-10, 3 * 10**9, 600.0, 0.5, 0.4
-    best = best_base_every(Costs(a, 1, q), state_nbytes=state, step_seconds=t, mtbf=mtbf)
+    best = best_base_every(CopyCosts(a, 1, q), state_nbytes=state, step_seconds=t, mtbf=mtbf)
 
     def cost(n: float) -> float:
         return a * state / n + t / mtbf * q * n / 2
@@ -208,7 +208,7 @@ class Measured:
     """A tuner with a clock and costs that the test sets."""
 
     def __init__(self, mtbf: float, now: int | None = 6) -> None:
-        self.time, self.costs, self.lowered = 0.0, Costs(0.0, 0, 0.0), list[int]()
+        self.time, self.costs, self.lowered = 0.0, CopyCosts(0.0, 0, 0.0), list[int]()
         self.tuner = BaseEveryTuner(
             mtbf,
             costs=lambda: self.costs,
@@ -221,7 +221,7 @@ class Measured:
     def step(self, number: int, seconds: float = 1.0, update: float = 1.0) -> None:
         self.time += seconds
         copied, nbytes, updates = self.costs
-        self.costs = Costs(copied + 0.1, nbytes + 10**8, updates + update)
+        self.costs = CopyCosts(copied + 0.1, nbytes + 10**8, updates + update)
         self.tuner.step_ended(number)
 
 
@@ -253,7 +253,7 @@ def best_is_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]
     """Whatever is measured, two is best. Yields what was measured."""
     calls: list[dict[str, Any]] = []
 
-    def best(costs: Costs, **more: Any) -> float:
+    def best(costs: CopyCosts, **more: Any) -> float:
         calls.append({"costs": costs, **more})
         return 2.2
 

@@ -331,12 +331,12 @@ def test_updates_that_another_machine_makes_again_are_not_called_exact(pool, con
     assert is_step(checkpoint, seen), "here it gives the same bits; nobody knows"
     assert (checkpoint.step, checkpoint.exact) == (STEPS, False)
     assert said in checkpoint.reason
-    assert f"updates are made again {said}" in caplog.text
+    assert f"updates are replayed {said}" in caplog.text
     model = net()
     with lightck.attach(model, pool, optimizer=adamw(model), strategy=Gradients(3), resume=True) as session:
         assert (session.recovered.step, session.recovered.exact) == (STEPS, False)
         assert said in session.recovered.reason
-    assert f"the training does not go on bit for bit: updates were made again {said}" in caplog.text
+    assert f"the training does not go on bit for bit: updates were replayed {said}" in caplog.text
 
 
 def test_a_full_checkpoint_of_another_machine_is_exact(pool, monkeypatch):

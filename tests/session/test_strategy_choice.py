@@ -34,7 +34,7 @@ from lightck.errors import CheckpointExistsError, UnsupportedError
 from lightck.pool.reader import open_pool
 from lightck.session import strategy_choice
 from lightck.session.base_every import MEASURED, WARM_UP
-from lightck.session.strategy_choice import Costs, reason_to_keep
+from lightck.session.strategy_choice import StepCosts, reason_to_keep
 
 SWITCHES = MEASURED
 """The step whose checkpoint is the first in the new pool."""
@@ -53,9 +53,9 @@ def prefers(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def prefer(name: str) -> None:
         monkeypatch.setattr(strategy_choice, "COST_MIN", -1.0)
-        asked: list[Costs] = []
+        asked: list[StepCosts] = []
 
-        def added(spent: Costs, processors: int) -> float:
+        def added(spent: StepCosts, processors: int) -> float:
             asked.append(spent)
             is_full_state = len(asked) % 2 == 1
             return 1.0 if is_full_state else {"Gradients": 0.5, "FullState": 2.0}[name]
@@ -147,9 +147,9 @@ def test_full_state_is_kept_where_copies_cost_little(pool, monkeypatch):
 @pytest.mark.parametrize(
     ("spent", "is_kept"),
     [
-        (Costs(1.0, 0.009, 0.5, 0.019), True),
-        (Costs(1.0, 0.011, 0.5, 0.0), False),
-        (Costs(1.0, 0.0, 0.5, 0.021), False),  # of two processors
+        (StepCosts(1.0, 0.009, 0.5, 0.019), True),
+        (StepCosts(1.0, 0.011, 0.5, 0.0), False),
+        (StepCosts(1.0, 0.0, 0.5, 0.021), False),  # of two processors
     ],
 )
 def test_what_waits_and_copies_may_cost(spent, is_kept):

@@ -29,7 +29,7 @@ from lightck.tiers.copying import copy_to_tier
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, Writer
-from lightck.tiers.sending import Sent, send
+from lightck.tiers.sending import KnownObjects, send
 from lightck.tiers.tier_manifest import TierManifest, read_manifest
 from tiers.conftest import Bucket
 from tiers.small_tiers import age, needed, orphan, states, store_of, tree, wait_for_drain
@@ -230,7 +230,7 @@ def _objects(tier: Path) -> list[bytes]:
 # -- not twice
 
 
-def sent(pool: Path, store: FolderStore, number: int, earlier: Sent, codec: str | None) -> int:
+def sent(pool: Path, store: FolderStore, number: int, earlier: KnownObjects, codec: str | None) -> int:
     with closing(open_pool(str(pool))) as reader:
         stored = next(iter(reader.checkpoints()))
         done = send(stored, store, WRITER, f"{number:08x}", earlier, written_by="test", codec=codec)
@@ -243,14 +243,14 @@ def test_what_did_not_change_is_not_sent_again_whatever_its_form(tmp_path):
     model = torch.nn.Sequential(base, adapter)
     base.requires_grad_(False)
     optimizer = torch.optim.AdamW(adapter.parameters())
-    store, earlier, sizes = FolderStore(str(tmp_path / "tier")), Sent(), []
+    store, earlier, sizes = FolderStore(str(tmp_path / "tier")), KnownObjects(), []
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer) as session:
         for number, codec in enumerate(("zstd", "zstd", None, "lz4", "zstd")):
             model(torch.randn(2, 1024)).square().mean().backward()
             optimizer.step()
             session.flush()
             if number == 4:  # a drain that was started again knows what the manifests say
-                earlier = Sent()
+                earlier = KnownObjects()
                 for name in store.listing().manifests:
                     earlier.add(read_manifest(store, name))
             sizes.append(sent(tmp_path / "run.pool", store, number, earlier, codec))
@@ -303,15 +303,15 @@ def _set(number: int, value: object) -> Callable[[dict[str, Any]], None]:
         (_set(3, 7), "compressed with no text"),
         (_set(4, []), "no sections"),
         (_set(4, {"4": 8}), "no sections"),
-        (_set(4, [[3, 1 << 20]]), "not described as one"),
-        (_set(4, [[4, -1]]), "not described as one"),
-        (_set(4, [[4, True]]), "not described as one"),
-        (_set(4, [[4, 1 << 40]]), "not described as one"),
+        (_set(4, [[3, 1 << 20]]), "is malformed"),
+        (_set(4, [[4, -1]]), "is malformed"),
+        (_set(4, [[4, True]]), "is malformed"),
+        (_set(4, [[4, 1 << 40]]), "is malformed"),
         (_set(4, [[4, 32 << 20], [2, 1]]), "more than 33554432 bytes"),
         (_set(4, [[4, 8]]), "not smaller than what it was made from"),
-        (lambda body: body.__setitem__("version", 1), "not described as one"),
+        (lambda body: body.__setitem__("version", 1), "is malformed"),
         (lambda body: body.__setitem__("version", 3), "install a newer release"),
-        (lambda body: coded(body).pop(), "not described as one"),
+        (lambda body: coded(body).pop(), "is malformed"),
         (lambda body: coded(body)[4].append([1, 1]), "becomes"),
         (lambda body: coded(body)[4].pop(), "bytes outside of an object"),
     ],

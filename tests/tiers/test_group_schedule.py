@@ -71,10 +71,10 @@ def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clo
     agree(schedule, proposed[0])
     assert schedule.answer(Proposal(100, [0])) != ACCEPTED, "one is planned"
     run(schedule, clock, 4, proposed[0].step - 1)
-    assert schedule.verdict() is None
+    assert schedule.take_verdict() is None
     assert schedule.reached(proposed[0].step) == proposed[0]
-    assert schedule.verdict() is True
-    assert schedule.verdict() is None, "it is over"
+    assert schedule.take_verdict() is True
+    assert schedule.take_verdict() is None, "it is over"
     run(schedule, clock, proposed[0].step + 1, proposed[0].step + 40)
     assert len(proposed) == 1
     run(schedule, clock, proposed[0].step + 41, proposed[0].step + 80)
@@ -126,9 +126,9 @@ def test_a_plan_that_was_refused_after_it_was_reached_is_not_sent(clock):
     assert schedule.answer(plan) == ACCEPTED
     assert schedule.reached(plan.step) == plan
     assert schedule.reached(plan.step) is None, "it is held once"
-    assert schedule.verdict() is None
+    assert schedule.take_verdict() is None
     schedule.decided(plan, PASSED)
-    assert schedule.verdict() is False
+    assert schedule.take_verdict() is False
 
 
 def test_a_plan_whose_checkpoint_was_left_out_is_dropped_and_planned_again(clock):
@@ -148,7 +148,7 @@ def test_steps_are_multiples_of_the_interval_and_of_keep_every(clock):
         clock.now += 1
         plan = schedule.reached(step)
         if plan is not None:
-            assert schedule.verdict() is True
+            assert schedule.take_verdict() is True
         schedule.propose_if_due(step)
         if proposed and proposed[-1].step > step and schedule._plan is None:
             agree(schedule, proposed[-1])

@@ -329,7 +329,7 @@ def test_wrong_arguments_are_refused(pool, to):
     model = net()
     with pytest.raises(TypeError, match="pass tiers="):
         lightck.attach(model, pool, keep=1000)
-    with pytest.raises(ValueError, match="1 more than slots= says for these"):
+    with pytest.raises(ValueError, match="needs 1 in addition to slots="):
         lightck.attach(model, pool, slots=8, keep=lightck.Keep(every=1, to=to))
 
 

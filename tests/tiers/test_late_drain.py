@@ -250,7 +250,7 @@ def test_a_process_that_is_killed_at_any_put_leaves_the_tier_whole(tmp_path):
                 put(name, data)
 
             drain.store.put = dying  # type: ignore[method-assign]
-            with drain._pools.drained_here() as is_alone:
+            with drain._pools.locked_for_sending() as is_alone:
                 assert is_alone
                 drain.send()
             os._exit(0)

@@ -2,7 +2,7 @@
 
     boundary         (``sending.py``) reserves a slot; splits the tensors into groups (``groups.py``), each with a job
                      of the engine that waits until it is started; sends what the next kernels may change, in the
-                     order of the computation; marks the end of the device's work so far
+                     order of the computation (on its stream); marks the end of the device's work so far (by an event)
     transfer thread  (``transfer_thread.py``) for each group: waits until its host memory is free, sends the group
                      after the mark, waits until the group has arrived, starts the job of the group
     engine           copies the group from host memory into the slot, or computes the checksums of what the device wrote

@@ -73,7 +73,7 @@ class PinnedRing:
             self._segments[at] = Segment(_host_memory(transfer, nbytes))
         return self._segments[at]
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the memory. Call only while no transfer is under way."""
         self._segments = []
         if self._transfer is not None:

@@ -37,10 +37,10 @@ class Device:
     """
 
 
-Kind: TypeAlias = "Host | Direct | Device"
+StagingOption: TypeAlias = "Host | Direct | Device"
 
 
-def check_kind(staging: Any) -> None:
+def check_staging(staging: Any) -> None:
     """Raise ``TypeError`` unless this is a transfer method or None."""
     if staging is not None and not isinstance(staging, (Host, Direct, Device)):
         name = getattr(staging, "__name__", type(staging).__name__)

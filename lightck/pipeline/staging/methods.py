@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lightck.pipeline.staging.groups import Group, PinnedRing, Segment
-from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
+from lightck.pipeline.staging.kinds import Device, Direct, Host, StagingOption
 from lightck.pipeline.staging.parts import Order, Part, Parts, one_part_per_device
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
@@ -30,7 +30,7 @@ class UnavailableError(Exception):
 class TransferMethod(Protocol):
     """How tensors leave their device."""
 
-    kind: Kind
+    kind: StagingOption
     reads_during_step: bool
     """Whether the tensors themselves are read while the next step computes. False: they are read at the boundary, in
     the order of the computation."""
@@ -39,14 +39,15 @@ class TransferMethod(Protocol):
     checkpoint uses."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        """Prepare a checkpoint of these tensors in this pool. ``staged``: the same object as for the checkpoint before
-        if nothing about the tensors has changed since. Raises ``UnavailableError``."""
+        """Do what must be done at the boundary before the groups of a checkpoint are made: ``DeviceMethod`` makes its
+        copy here. ``staged``: the same object as for the checkpoint before if nothing about the tensors has changed
+        since. Raises ``UnavailableError``."""
 
     def group(self, reservation: Reservation, part: Part, parts: Parts) -> Group | None:
         """Make the group of one of these parts and its job, and return the group. If the engine has no free job, return
         None."""
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
 
 
@@ -54,7 +55,7 @@ class HostMethod:
     """Sends tensors through segments of host memory. Each ``Order`` of parts has segments of its own, which are used in
     turn."""
 
-    kind: Kind = Host()
+    kind: StagingOption = Host()
     reads_during_step = True
     ends_before_next = False
 
@@ -70,16 +71,16 @@ class HostMethod:
         nbytes = part.nbytes if part.order is not Order.BESIDE else parts.beside_nbytes
         return group_through_host(ring.next(part.devices[0][0], nbytes), reservation, part, part.sources)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         for ring in (self._ring, *self._rings_in_order.values()):
-            ring.forget()
+            ring.release()
 
 
 class DirectMethod:
     """The device writes into the pool; only packed tensors go through host memory. ``wait_idle``: waits until no
     transfer is under way."""
 
-    kind: Kind = Direct()
+    kind: StagingOption = Direct()
     reads_during_step = True
     ends_before_next = True
     """A checkpoint that was given up frees its slot, and the next checkpoint may get this slot. A device that still
@@ -97,7 +98,7 @@ class DirectMethod:
                 "the pool is on a disk, and what a device writes into such a pool might not become durable"
             )
         if self._pool is None or not self._pool.is_of(writer):
-            self.forget()
+            self.release()
             try:
                 transfers = list(dict.fromkeys(one.transfer for one in staged))
                 self._pool = RegisteredPool(writer, transfers, self._wait_idle)
@@ -114,17 +115,17 @@ class DirectMethod:
         places = self._pool.places(reservation.slot, part)
         return Group(part, part.sources, places, Segment(self._pool.memory), reservation.parts[-1])
 
-    def forget(self) -> None:
+    def release(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.release()
-        self._ring_of_packed.forget()
+        self._ring_of_packed.release()
 
 
 class DeviceMethod:
     """Sends tensors from a copy on the device, which is made at the boundary in the order of the computation."""
 
-    kind: Kind = Device()
+    kind: StagingOption = Device()
     reads_during_step = False
     ends_before_next = True  # there is memory for one copy only
 
@@ -171,11 +172,11 @@ class DeviceMethod:
         segment = self._ring.next(part.devices[0][0], parts.beside_nbytes)
         return group_through_host(segment, reservation, part, [self._copies[n] for n in part.records.tolist()])
 
-    def forget(self) -> None:
+    def release(self) -> None:
         self._memory.clear()
         self._copies.clear()
         self._copied, self._staged = [], None
-        self._ring.forget()
+        self._ring.release()
 
 
 def group_through_host(

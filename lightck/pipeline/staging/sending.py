@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lightck.errors import BackgroundError
 from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.staging.groups import Group
-from lightck.pipeline.staging.kinds import Direct, Host, Kind
+from lightck.pipeline.staging.kinds import Direct, Host, StagingOption
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
 from lightck.pipeline.staging.parts import Parts, split
 from lightck.pipeline.staging.transfer_thread import TransferThread
@@ -42,7 +42,7 @@ class Staging:
     transfer may take longer than a step."""
 
     def __init__(
-        self, meter: Meter, kind: Kind | None = None, *, commits_after_update: bool = False, is_on: bool = True
+        self, meter: Meter, kind: StagingOption | None = None, *, commits_after_update: bool = False, is_on: bool = True
     ) -> None:
         self.is_on = is_on
         self._meter = meter
@@ -140,7 +140,7 @@ class Staging:
             try:
                 method.prepare(writer, staged)
             except UnavailableError as why:
-                self._forget([method])
+                self._release([method])
                 log.info("lightck: the transfer method %s is unavailable: %s", method.kind, why)
                 if self._kind is not None:
                     log.warning(
@@ -168,7 +168,7 @@ class Staging:
                 trial.current.kind,
                 ", ".join(costs),
             )
-        self._forget(others)
+        self._release(others)
 
     def _methods(self) -> list[TransferMethod]:
         direct, host = DirectMethod(self._wait_idle), HostMethod()
@@ -178,12 +178,12 @@ class Staging:
             return [host]
         return [direct if isinstance(self._kind, Direct) else DeviceMethod(), host]
 
-    def _forget(self, methods: Sequence[TransferMethod]) -> None:
+    def _release(self, methods: Sequence[TransferMethod]) -> None:
         if methods:
             self._wait_idle()
             self._parts = None  # they hold on to memory of a method
         for method in methods:
-            method.forget()
+            method.release()
 
     def _wait_idle(self, pause: Callable[[], None] | None = None) -> None:
         """Wait until no transfer is under way. ``pause`` is called repeatedly during the wait, and ends it if it
@@ -227,7 +227,7 @@ class Staging:
         self._staged, self._parts = ([], []), None
         trial, self._trial = self._trial, None
         for method in trial.alternatives if trial is not None else ():
-            method.forget()
+            method.release()
 
 
 def _groups(method: TransferMethod, reservation: Reservation, parts: Parts) -> tuple[list[Group], list[StagedTensor]]:

@@ -33,7 +33,7 @@ import lightck
 from lightck.hooks.captured_update import CopyResult, GradientClass, HeldGradient
 from lightck.hooks.compression import Residuals
 from lightck.hooks.consumed import ConsumedGradients
-from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
+from lightck.hooks.gradient_classes import GradientHistories, GradientHistory
 from lightck.pool.gradient_log import Bases, GradientLog, GradientRecord, Homes, Mask, RecordPlan
 from lightck.state.selection import keep_largest
 from lightck.state.unit_update import update_unit
@@ -229,9 +229,9 @@ def with_fused_adam() -> Pair:
 @contextmanager
 def copied_late() -> Iterator[None]:
     """Every gradient counts as one that nothing writes to, and every copy as right."""
-    observe = GradientClasses.observe
+    observe = GradientHistories.observe
 
-    def owned(classes: GradientClasses, *arguments: Any, is_written: bool, **options: Any) -> GradientHistory:
+    def owned(classes: GradientHistories, *arguments: Any, is_written: bool, **options: Any) -> GradientHistory:
         history = observe(classes, *arguments, is_written=False, **options)
         history.kind = GradientClass.OWNED
         return history
@@ -242,7 +242,7 @@ def copied_late() -> Iterator[None]:
         return True
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(GradientClasses, "observe", owned))
+        stack.enter_context(patch.object(GradientHistories, "observe", owned))
         stack.enter_context(patch.object(ConsumedGradients, "copied", believed))
         stack.enter_context(patch.object(ConsumedGradients, "_find_writes_of_step", lambda *_: None))
         stack.enter_context(patch.object(ConsumedGradients, "find_overwritten", lambda *_: None))

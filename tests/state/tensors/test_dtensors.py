@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightck
 from lightck.errors import DriftError, StateValueError, UnsupportedError
-from lightck.state.blocks import WHOLE_CHECKPOINTS
+from lightck.state.blocks import FULLY_COMPARED_FIRST
 from lightck.state.local_tensors import local_of
 
 UPDATES, KILLS = 7, (2, 5)
@@ -245,7 +245,7 @@ def test_a_write_between_the_boundary_and_the_gate_is_found(pool, build, writes_
     model = build(0)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        train(model, optimizer, range(WHOLE_CHECKPOINTS + 1), session.end_step)
+        train(model, optimizer, range(FULLY_COMPARED_FIRST + 1), session.end_step)
         weight = model.first.weight
         assert isinstance(weight, DTensor)
         scale(weight.to_local() if writes_local else weight)
