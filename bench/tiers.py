@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -119,6 +120,15 @@ def one_large_write(folder: Path, nbytes: int) -> float:
     return seconds
 
 
+def touch_memory(folder: Path) -> None:
+    """Write to much of the memory once. In a virtual machine the first write to a page can take long, and the first
+    loop with a large pool would seem slower than those after it."""
+    nbytes = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), shutil.disk_usage(folder).free) // 2
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(nbytes >> 26):
+            file.write(bytes(64 << 20))
+
+
 def compared(of: Workload, steps: int, turns: int, folder: Path, shm: Path, base_every: int | None) -> dict[str, Any]:
     rows, writes = [], []
     for turn in range(turns):
@@ -177,6 +187,8 @@ def main() -> None:
         if args.only in (None, name):
             steps, turns = (40, 1) if args.small else (50, 3)
             with tempfile.TemporaryDirectory(dir=args.folder) as folder, tempfile.TemporaryDirectory(dir=SHM) as shm:
+                if not args.small:
+                    touch_memory(Path(shm))
                 results[name] = compared(each, steps, turns, Path(folder), Path(shm), base_every)
             show(name, results[name])
     if args.out is not None:

@@ -31,6 +31,8 @@ has not yet. It is more than ``_CHECK_AFTER``, because some loops call ``end_ste
 _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
 at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
+_TWIN_WARNINGS_MAX = 3
+"""``_check_twin`` warns at most this often: a loop may train two models of the same shapes in turns."""
 _TWIN_STEPS = 10
 """``_check_twin`` warns when one optimizer of another model has made this many steps in a row. (It warns only about a
 *twin*: a model whose parameters have the same shapes as those of the session's model.)"""
@@ -53,8 +55,8 @@ _CURE = (
 
 class SavedWatch:
     """The watch of one session. It gives one warning in all, apart from the warning about another model
-    (``_check_twin``), which can come in addition and repeatedly. ``problem`` returns the message that ``close()``
-    raises."""
+    (``_check_twin``), which can come in addition, up to ``_TWIN_WARNINGS_MAX`` times. ``problem`` returns the message
+    that ``close()`` raises."""
 
     def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
         """``follow_live``: searches live objects for an optimizer of this model, follows it, and returns whether there
@@ -65,6 +67,7 @@ class SavedWatch:
         self._longest_interval = 0  # the largest number of updates between two calls of end_step()
         self._idle_end_steps = 0  # calls of end_step() since the last update
         self._was_used = False  # whether this model was called in training, or updated, since attach
+        self._n_twin_warnings = 0
         self._n_steps_elsewhere = 0  # steps of all optimizers of other models
         self._other_optimizer: weakref.ref[Optimizer] | None = None
         """The optimizer of another model that stepped last."""
@@ -187,6 +190,9 @@ class SavedWatch:
         if changed_names(self._params_at_second_step, self._params()):
             return  # the loop copies what the other model has learned into this one
         self._is_twin_trained = True
+        if self._n_twin_warnings == _TWIN_WARNINGS_MAX:
+            return
+        self._n_twin_warnings += 1
         since = f"since update {self._boundary.step}" if self._was_used else "since attach"
         self._warn(
             f"{self._twin_class} made {self._n_other_steps} updates of another model, whose parameters "

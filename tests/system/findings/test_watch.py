@@ -583,6 +583,17 @@ def test_models_of_the_same_shapes_that_are_trained_in_turn_are_not_reported(poo
     assert not warnings(caplog)
 
 
+def test_long_turns_of_two_models_of_the_same_shapes_are_reported_three_times(pool: Path, caplog: Any) -> None:
+    model, other = net(), net(seed=1)
+    optimizer, theirs = adam(model), adam(other)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        for step in range(5):
+            train(model, optimizer, 1, start=step)
+            train(other, theirs, 130, start=step)
+    found = [each for each in warnings(caplog) if "updates of another model" in each]
+    assert ["since update 1." in found[0], "since update 3." in found[-1], len(found)] == [True, True, 3]
+
+
 @pytest.mark.parametrize("n_updates", [0, 3])
 def test_an_optimizer_of_parameters_that_replaced_followed_ones_is_refused(n_updates: int, pool: Path) -> None:
     """The state of both optimizers would be saved under the same names."""
