@@ -33,6 +33,9 @@ are called directly, because the two Python functions convert to enums, which ta
 ``_handler_of`` returns an int for a signal that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
+_chained: dict[int, Callable[..., object]] = {}
+"""Signal number -> the user's handler, for each signal for which another handler was installed during a deferral. That
+handler may keep ``_defer``, which it found installed, and call it as the handler before it (torch's of CHLD does)."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
 """(the user's handler, signal number, frame) of each queued signal."""
 _is_deferring = False
@@ -131,9 +134,14 @@ def _handle_during_deferral() -> None:
 
 
 def _defer(number: int, frame: FrameType | None) -> None:
-    """The handler that is installed while signals are deferred: queue the signal."""
-    if all(number != other for _, other, _ in _pending):  # each number once, because the system queues it once
-        _pending.append((_user_handlers[number], number, frame))
+    """The handler that is installed while signals are deferred: queue the signal. If a handler that was installed during
+    a deferral calls this function later, call the user's handler."""
+    user = _user_handlers.get(number)
+    if user is None:
+        if number in _chained:
+            _chained[number](number, frame)
+    elif all(number != other for _, other, _ in _pending):  # each number once, because the system queues it once
+        _pending.append((user, number, frame))
 
 
 def _replace_handlers() -> None:
@@ -153,6 +161,8 @@ def _restore_handlers() -> None:
             # A DataLoader may have installed another handler (for CHLD) meanwhile: the new handler stays installed.
             if _handler_of(number) is _defer:
                 _set_handler(number, user)
+            else:
+                _chained[number] = user
             del _user_handlers[number]
     finally:
         if _user_handlers:

@@ -15,6 +15,7 @@ import ast
 import inspect
 import logging
 import textwrap
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 from typing import Any
@@ -97,6 +98,22 @@ def assigned_in(kind: type) -> set[str]:
     return {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
+class TensorMark:
+    """Which tensor a value is, and its version counter. Two marks are equal if both are of one tensor that still exists
+    and was not written between them. (An id alone is not enough: a new tensor may get that of one that is gone.)"""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._id, self._version = weakref.ref(tensor), id(tensor), tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorMark) or (self._id, self._version) != (other._id, other._version):
+            return False
+        return self._tensor() is not None and self._tensor() is other._tensor()
+
+    def __hash__(self) -> int:
+        return hash((self._id, self._version))
+
+
 def _mark(value: Any) -> tuple[bool, object]:
     """Return whether the value is plain and not too large, and something that differs if it has changed."""
     budget = [MOST_ITEMS, MOST_BYTES]
@@ -134,7 +151,7 @@ def _mark_of(value: Any, budget: list[int]) -> object:
     budget[0] -= 1
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         budget[1] -= value.nbytes
-        mark: object = (id(value), value._version)
+        mark: object = TensorMark(value)
     elif kind in _PLAIN:
         mark = (kind, value if value == value else "nan")
     elif kind in _LISTS:
@@ -190,4 +207,6 @@ def _copied(saved: Any) -> Any:
         return {key: _copied(one) for key, one in saved.items()}
     if isinstance(saved, (list, tuple)):
         return type(saved)(_copied(one) for one in saved)
+    if isinstance(saved, (set, np.ndarray)):
+        return saved.copy()
     return saved

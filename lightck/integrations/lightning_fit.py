@@ -36,8 +36,6 @@ from torch.utils.data import DataLoader
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
-    NoCheckpointError,
-    PoolNotFoundError,
     SessionError,
     UnsupportedError,
 )
@@ -55,7 +53,7 @@ from lightck.integrations.lightning_loaders import (
     generators_of,
     has_length,
 )
-from lightck.integrations.newest import newest
+from lightck.integrations.newest import newest_of_training
 from lightck.integrations.replacing import replace
 
 log = logging.getLogger("lightck")
@@ -204,11 +202,11 @@ class Fit:
     def _look(self) -> None:
         if self._options.get("overwrite"):
             return
-        try:
-            with newest(self.path) as checkpoint:
-                step, state = checkpoint.step, checkpoint.state
-        except (NoCheckpointError, PoolNotFoundError):
+        checkpoint = newest_of_training(self.path, resume=self._resume, options=self._options)
+        if checkpoint is None:
             return
+        with checkpoint:
+            step, state = checkpoint.step, checkpoint.state
         if not self._resume:
             raise CheckpointExistsError(
                 f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to continue from "

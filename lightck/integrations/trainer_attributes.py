@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 
-from lightck.integrations.attributes import assigned_in, filled
+from lightck.integrations.attributes import TensorMark, assigned_in, filled
 
 log = logging.getLogger("lightck")
 MOST = 1 << 16
@@ -50,7 +50,7 @@ class TrainerAttributes:
         self._restored.clear()
         self._before = {name: text for name, text in self._encoded() if len(text) <= MOST}
         self._before |= {name: None for name, text in self._encoded() if len(text) > MOST}
-        self._tensors = {name: _version(value) for name, value in self._own() if isinstance(value, torch.Tensor)}
+        self._tensors = {name: TensorMark(value) for name, value in self._own() if isinstance(value, torch.Tensor)}
 
     def changed(self) -> dict[str, str]:
         """Return what the training has changed: name -> JSON."""
@@ -64,7 +64,7 @@ class TrainerAttributes:
             else:
                 found[name] = text
         for name, value in self._own():
-            if isinstance(value, torch.Tensor) and self._tensors.get(name) != _version(value):
+            if isinstance(value, torch.Tensor) and self._tensors.get(name) != TensorMark(value):
                 self._warn(name, "is a tensor")
         return found
 
@@ -101,10 +101,6 @@ def assigned_by_transformers() -> frozenset[str]:
     """Return the names of all attributes that the Trainer's own code assigns. What matters of these is saved elsewhere,
     or set anew by each ``train()``."""
     return frozenset(assigned_in(transformers.Trainer))
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version
 
 
 def _is_plain(value: object) -> bool:

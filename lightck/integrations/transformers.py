@@ -42,7 +42,6 @@ import lightck
 from lightck.errors import (
     CheckpointExistsError,
     NoCheckpointError,
-    PoolNotFoundError,
     SessionError,
     UnsupportedError,
 )
@@ -58,7 +57,7 @@ except ImportError as err:
     ) from err
 
 from lightck.integrations.loaders import EvaluationLoader
-from lightck.integrations.newest import newest
+from lightck.integrations.newest import newest_of_training
 from lightck.integrations.replacing import replace
 from lightck.integrations.trainer_attributes import TrainerAttributes, assigned_by_transformers
 from lightck.integrations.trainer_callbacks import CallbackStates
@@ -354,9 +353,8 @@ class TrainerSession:
         self.found = None
         if self._options.get("overwrite"):
             return None
-        try:
-            checkpoint = newest(self.path)
-        except (PoolNotFoundError, NoCheckpointError):
+        checkpoint = newest_of_training(self.path, resume=self._resume, options=self._options)
+        if checkpoint is None:
             return None
         with checkpoint:
             step, state = checkpoint.step, checkpoint.state

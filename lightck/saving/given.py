@@ -65,8 +65,8 @@ class GivenTensor:
         if len(self.boxes) == 1:
             (box,) = self.boxes
             return self._entry(box.size, (Piece(box.start, box.size, (0,) * len(box.size)),))
-        if not self.boxes:
-            return self._entry(self.shape, ())
+        if not self.boxes:  # nothing of the tensor: an entry without bytes
+            return self._entry(self.shape if 0 in self.shape else (0, *self.shape[1:]), ())
         pieces, at = list[Piece](), 0
         for box in self.boxes:
             pieces.append(Piece(box.start, box.size, (at,)))

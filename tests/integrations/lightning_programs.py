@@ -7,8 +7,9 @@ import os
 import signal
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -302,11 +303,19 @@ def trainer_of(program: str, folder: Path, *callbacks: Callback, **settings: Any
     return pl.Trainer(callbacks=[*callbacks, *own], **given), module, data
 
 
-def run(program: str, folder: Path, pool: Path | None, kill_at: int | None = None, **settings: Any) -> dict[str, Any]:
-    """Train to the end, or to the kill. Returns what is left: tensors, logs, and the files of the Trainer."""
+def run(
+    program: str,
+    folder: Path,
+    pool: Path | None,
+    kill_at: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train to the end, or to the kill. Returns what is left: tensors, logs, and the files of the Trainer. ``options``:
+    of the ``LightckCallback``."""
     warnings.filterwarnings("ignore", module="lightning|torch")
     events = Events(kill_at)
-    ours = [] if pool is None else [LightckCallback(pool)]
+    ours = [] if pool is None else [LightckCallback(pool, **options)]
     trainer, module, data = trainer_of(program, folder, *ours, events, **settings)
     trainer.fit(module, **data)
     assert not ours or not ours[0].session.is_open

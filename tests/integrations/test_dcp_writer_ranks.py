@@ -143,6 +143,10 @@ def test_uneven_and_empty_shards_come_back_whole(pools, n_ranks):
     assert same(loads_everything(PoolReader(pools, step=2)), whole_of(2.0))
     assert call("verify", pools).exit_code == 0
     assert "step 3" in call("inspect", pools).stdout
+    for rank in range(n_ranks):  # who has nothing of a tensor stores nothing of it
+        with closing(open_pool(str(pools / pool_name(rank, n_ranks)))) as reader:
+            sizes = {entry.name: entry.nbytes for entry in reader.entries}
+        assert sizes["model/one row"] == (16 if rank == 0 else 0)
 
 
 def test_other_placements_and_another_mesh_load_it(pools):

@@ -47,10 +47,11 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 
 import lightck.integrations.lightning as integration  # noqa: E402
-from integrations.kills import difference, killed_or_ended  # noqa: E402
+from integrations.kills import difference, killed_or_ended, lost_pools_are_fetched  # noqa: E402
 from integrations.lightning_programs import PROGRAMS, Classifier, Events, Rows, loader, run, trainer_of  # noqa: E402
 from lightck.integrations import lightning_loops as loops  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
+from lightck.integrations.newest import newest_of_training  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fit_lightning.py"
 IN_CI = ("accumulation, one cycle, validation in the epoch", "stream of samples, max_steps")
@@ -92,6 +93,15 @@ def test_a_killed_fit_ends_like_one_that_was_not(program, folder, pool):
     assert steps == sorted(steps)
     resumed = in_child(lambda: run(program, folder / "out", pool))
     assert difference(resumed, expected) == []
+
+
+def test_a_fit_whose_pool_is_lost_or_old_goes_on_from_its_tier(folder, pool):
+    lost_pools_are_fetched(run, folder, pool, (40, 20, 20))
+
+
+def test_an_empty_directory_of_ranks_begins_anew(tmp_path):
+    (tmp_path / "pools").mkdir()
+    assert newest_of_training(str(tmp_path / "pools"), resume=True, options={}) is None
 
 
 def test_a_finished_fit_trains_nothing_and_says_so(folder, pool, caplog):

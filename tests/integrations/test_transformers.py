@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +28,7 @@ from transformers import TrainerCallback  # noqa: E402
 from transformers import trainer as trainer_module  # noqa: E402
 
 import lightck.integrations.transformers as integration  # noqa: E402
-from integrations.kills import difference, killed_or_ended  # noqa: E402
+from integrations.kills import difference, killed_or_ended, lost_pools_are_fetched, steps_in  # noqa: E402
 from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_trainer.py"
@@ -71,6 +73,10 @@ def test_a_killed_training_ends_like_one_that_was_not(program, folder, pool):
     assert steps == sorted(steps)
     resumed = in_child(lambda: run(program, folder / "out", pool))
     assert difference(resumed, expected) == []
+
+
+def test_a_training_whose_pool_is_lost_or_old_goes_on_from_its_tier(folder, pool):
+    lost_pools_are_fetched(run, folder, pool, (40, 20, 20))
 
 
 @pytest.mark.parametrize("site", ["header", "block", "sealed"])
@@ -158,10 +164,11 @@ def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
 
 RANK = """
 import os, pathlib, sys, torch
-from integrations.kills import difference, killed_or_ended  # noqa: E402
+import lightck
 from integrations.trainers import run
-folder, pool, kill_at = sys.argv[1:]
-left = run("plain", pathlib.Path(folder), pathlib.Path(pool), int(kill_at) or None,
+folder, pool, kill_at, tier = sys.argv[1:]
+options = {"tiers": [lightck.Tier(tier, every=1)]} if tier else {}
+left = run("plain", pathlib.Path(folder), pathlib.Path(pool), int(kill_at) or None, options,
            max_steps=5, eval_strategy="steps", eval_steps=1, ddp_backend="gloo")
 if os.environ["RANK"] == "0":
     torch.save(left["state"], folder + ".left")
@@ -176,14 +183,23 @@ def test_two_ranks_go_on(folder, pool):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
-    def ranks(name: str, path: str, kill_at: int) -> int:
-        arguments = [*torchrun, str(folder / name), str(folder / path), str(kill_at)]
+    def ranks(name: str, path: str, kill_at: int, tier: str = "") -> int:
+        arguments = [*torchrun, str(folder / name), str(folder / path), str(kill_at), tier]
         return subprocess.run(arguments, env=environment, timeout=100, check=False).returncode
 
     assert ranks("whole", "whole.pool", 0) == 0
     assert ranks("out", "ranks.pool", 20) != 0
     assert ranks("out", "ranks.pool", 0) == 0
     assert same(*(torch.load(folder / f"{name}.left") for name in ("whole", "out")))
+    tier = str(folder / "tier")
+    assert ranks("fetched", "lost.pool", 20, tier) != 0
+    until = time.monotonic() + 60
+    while not steps_in(Path(tier)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    shutil.rmtree(folder / "lost.pool")
+    assert ranks("fetched", "lost.pool", 0, tier) == 0
+    assert same(*(torch.load(folder / f"{name}.left") for name in ("whole", "fetched")))
 
 
 # -- the Trainer's own resume ------------------------------------------------------------------------------------------

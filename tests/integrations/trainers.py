@@ -6,8 +6,9 @@ import json
 import os
 import signal
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -197,11 +198,19 @@ def trainer_of(program: str, folder: Path, *callbacks: TrainerCallback, **settin
     )
 
 
-def run(program: str, folder: Path, pool: Path | None, kill_at: int | None = None, **settings: Any) -> dict[str, Any]:
-    """Train to the end, or to the kill. Returns what is left: tensors, logs, and the files of the Trainer."""
+def run(
+    program: str,
+    folder: Path,
+    pool: Path | None,
+    kill_at: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train to the end, or to the kill. Returns what is left: tensors, logs, and the files of the Trainer. ``options``:
+    of ``attach``."""
     events = Events(kill_at)
     trainer = trainer_of(program, folder, events, **settings)
-    attached = None if pool is None else lightck.integrations.transformers.attach(trainer, pool)
+    attached = None if pool is None else lightck.integrations.transformers.attach(trainer, pool, **options)
     output = trainer.train()
     assert attached is None or not attached.session.is_open
     left = everything(trainer.model, trainer.optimizer.optimizer)

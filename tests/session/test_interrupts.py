@@ -197,6 +197,41 @@ def test_a_handler_that_is_set_in_the_midst_of_it_stays(pool):
             signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_handler_that_is_set_in_the_midst_of_it_may_call_the_one_before_it(pool):
+    """torch's handler of CHLD does, which the first DataLoader with workers installs."""
+    called = []
+
+    class Chains:
+        before: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.before is None and signal.getsignal(signal.SIGUSR1) is not mine:  # lightck has put its own there
+                self.before = signal.signal(signal.SIGUSR1, self.handle)
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+        def handle(self, number: int, frame: Any) -> None:
+            called.append("theirs")
+            self.before(number, frame)
+
+    def mine(*_: Any) -> None:
+        called.append("mine")
+
+    model = net()
+    optimizer = adam(model)
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        with lightck.attach(model, pool, optimizer=optimizer, state={"chains": Chains()}) as session:
+            for _ in range(2):
+                train(model, optimizer, 1)
+                session.end_step()
+                os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert called == ["theirs", "mine"] * 2
+
+
 def test_a_child_that_is_forked_in_the_midst_of_it_has_the_handlers_of_the_user(pool):
     """A loader's worker, say: it would take no SIGTERM any more."""
 
