@@ -240,8 +240,8 @@ class StepEvents(StepListener):
             self._has_warned_in_child = True
             log.warning(
                 "lightck: the model of a session is trained in a process that was forked after attach(). These updates "
-                "are not saved, because the session belongs to the parent process. Call attach() in the process that "
-                "trains"
+                "are not saved, because the session belongs to the parent process. Fork before attach(), or spawn the "
+                "process; and call attach() in the process that trains"
             )
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:

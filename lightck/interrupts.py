@@ -134,7 +134,7 @@ def _handle_during_deferral() -> None:
 
 
 def _defer(number: int, frame: FrameType | None) -> None:
-    """The handler that is installed while signals are deferred: queue the signal. If a handler that was installed during
+    """The handler that is installed while signals are deferred: queue the signal. If a handler that was set during
     a deferral calls this function later, call the user's handler."""
     user = _user_handlers.get(number)
     if user is None:

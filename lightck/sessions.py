@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Protocol
 
 from torch import nn
@@ -86,6 +87,12 @@ def refuse_open(model: nn.Module) -> None:
             what = f"This module is a part ({theirs[model]}) of another model, a {type(other).__name__}, which has"
         else:
             continue
+        if not training.session_lock.is_live:
+            raise SessionError(
+                f"{what} a session of the parent process, on {training.session.path!r}, and this process was forked "
+                "after attach(). Nothing was changed. Fork before attach(), or spawn this process and build the model "
+                "in it; or attach to a copy of the model (copy.deepcopy)."
+            )
         raise SessionError(
             f"{what} an open session already, on {training.session.path!r}. A parameter can be saved by one session "
             "only. Close the open session first: session.close(). If no variable refers to the open session any more: "
@@ -111,5 +118,6 @@ def open_sessions() -> list[OpenSession]:
 
 @atexit.register
 def _at_exit() -> None:
-    for training in list(followed_trainings):
-        training.session.abandon()
+    with ExitStack() as stack:  # each session is ended, even if the end of another one raises
+        for training in list(followed_trainings):
+            stack.callback(training.session.abandon)

@@ -105,8 +105,11 @@ def _compared_whole_tensors(a: str, b: str, steps: Steps) -> Facts:
     """Compare whole tensors, which are put together from the parts of all ranks."""
     import lightck
     from lightck.cli import compare
+    from lightck.cli.open_tier import options_of
 
-    one, other = (lightck.recover(path, step=step) for path, step in zip((a, b), steps, strict=True))
+    one, other = (
+        lightck.recover(path, step=step, options=options_of(path)) for path, step in zip((a, b), steps, strict=True)
+    )
     tensors = list(compare.tensors(one.source, other.source, lambda nbytes: None))
     values = list(compare.small_state(one.contents, other.contents))
     return {

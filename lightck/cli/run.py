@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from lightck.tiers.drain_messages import ANNOUNCING_SIGNALS, DRAIN_MODULE, PROCE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_SECONDS = 0.05
+_KEYS = (signal.SIGINT, signal.SIGQUIT)
+"""The signals that a terminal sends for Ctrl-C and Ctrl-\\."""
 
 
 @click.command(
@@ -36,15 +39,36 @@ def command(words: tuple[str, ...]) -> int:
     They take ten minutes at most. A second SIGTERM or Ctrl-C after the end of COMMAND ends the wait.
     """
     _adopt_orphans()
-    try:
-        process = subprocess.Popen(words)
-    except OSError as err:
-        print_error(f"{words[0]!r} cannot be run: {err.strerror}. Name a program: lightck run -- python train.py")
-        return FAILED
-    with signals_handled(lambda number, _: process.send_signal(number), *ANNOUNCING_SIGNALS):
+    arrived: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _: object) -> None:
+        if process is None:
+            arrived.append(number)
+        elif not (number in _KEYS and _is_in_foreground()):
+            process.send_signal(number)
+
+    with signals_handled(pass_on, *ANNOUNCING_SIGNALS):
+        try:
+            process = subprocess.Popen(words)
+        except OSError as err:
+            print_error(f"{words[0]!r} cannot be run: {err.strerror}. Name a program: lightck run -- python train.py")
+            return FAILED
+        for number in arrived:
+            pass_on(number, None)
         status = process.wait()
     _wait_for_drains()
     return status if status >= 0 else 128 - status
+
+
+def _is_in_foreground() -> bool:
+    """Whether this process group is the one to which the terminal sends the signals of its keys. The command belongs to
+    it too, so it gets them without this process."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False
 
 
 def _adopt_orphans() -> None:

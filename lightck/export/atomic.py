@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from lightck.errors import ExportError, ExportExistsError
+from lightck.errors import ExportError, ExportExistsError, LightckError
 from lightck.failure_recording import FailureRecordingFile
 from lightck.pool.storage.backends import is_pool
 from lightck.pool.storage.file import sync_folder
@@ -57,8 +57,8 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
             file.flush()
             os.fsync(file.fileno())
         _give_name(temporary, path, overwrite)
-        _sync_folder_of(path)
-    except ExportError:
+        sync_folder_of(path)
+    except LightckError:  # of a read of the pool, too
         raise
     except OSError as err:
         raise _error(path, err) from err
@@ -127,13 +127,15 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     os.rename(temporary, path)
 
 
-def _sync_folder_of(path: str) -> None:
+def sync_folder_of(path: str, what: str = "file") -> None:
+    """Sync the folder above a path that has just got its name. Raises ``ExportError``."""
     try:
         sync_folder(os.path.dirname(os.path.abspath(path)))
     except OSError as err:
         raise ExportError(
-            f"The file {path!r} is complete, but its folder could not be synced: {err.strerror or err}. After a power "
-            "cut the file may be missing, or the file that it replaced may be back. Check the medium and export again.",
+            f"The {what} {path!r} is complete, but the folder above it could not be synced: {err.strerror or err}. "
+            f"After a power cut the {what} may be missing, or the one that it replaced may be back. Check the medium "
+            "and export again.",
             err.errno,
         ) from err
 

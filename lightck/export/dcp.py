@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightck.errors import ExportError, ExportExistsError, listed
+from lightck.errors import ExportError, ExportExistsError, LightckError, listed
+from lightck.export.atomic import sync_folder_of
 from lightck.export.plain import count_tensors
 from lightck.pool.storage.file import sync_folder
 from lightck.restore.by_parameter import merged_by_parameter
@@ -80,8 +81,8 @@ def _atomic_folder(path: str, *, overwrite: bool) -> Iterator[str]:
         sync_folder(temporary)
         refuse_existing_folder(path, overwrite=overwrite)
         _give_name(temporary, path, replaced)
-        sync_folder(os.path.dirname(os.path.abspath(path)))
-    except ExportError:
+        sync_folder_of(path, "folder")
+    except LightckError:  # of a read of the pool, too
         raise
     except OSError as err:
         raise ExportError(
@@ -94,8 +95,8 @@ def _atomic_folder(path: str, *, overwrite: bool) -> Iterator[str]:
 
 
 def _give_name(temporary: str, path: str, replaced: str) -> None:
-    """Rename the new folder to ``path``. A folder that is there gets the name ``replaced`` first, and is removed
-    last."""
+    """Rename the new folder to ``path``. A folder that is there gets the name ``replaced`` first, and is removed last.
+    (If the process is killed between the two renames, both folders are there, whole, under their other names.)"""
     is_there = os.path.lexists(path)
     if is_there:
         os.rename(path, replaced)

@@ -38,7 +38,7 @@ class TrainerAttributes:
         self._trainer = trainer
         self._before: dict[str, str | None] = {}
         """The encoded attributes before the training; None: too long."""
-        self._tensors: dict[str, tuple[int, int]] = {}
+        self._tensors: dict[str, TensorMark] = {}
         """Identity and version of the attributes that are tensors."""
         self._restored: set[str] = set()
         """Attributes that an earlier run changed."""

@@ -249,7 +249,8 @@ def logged_checkpoint(checkpoint: GradientCheckpoint, units: Sequence[Sequence[s
     for names in units:
         present = [name for name in names if rows[name][0]]  # those with a generation
         bases = {(home, generation, step) for generation, step, _, _, home in map(rows.__getitem__, present)}
-        older_bases = {(generation, step) for generation, step, *_ in map(older.__getitem__, present)}
+        # A row without a generation is not checked, so its step may be anything.
+        older_bases = {(gen, step if gen else 0) for gen, step, *_ in map(older.__getitem__, present)}
         if len(bases) != 1:
             raise DamagedError(f"the tensors of {names[0]!r} have no base, or bases of different steps")
         columns.append((*bases.pop(), *(older_bases.pop() if len(older_bases) == 1 else (0, 0))))

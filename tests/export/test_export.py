@@ -25,7 +25,8 @@ import lightck
 os.environ["HF_HUB_OFFLINE"] = "1"  # configs only: nothing is looked for in the network
 import transformers
 
-from lightck.errors import ExportError, ExportExistsError, StateValueError
+from lightck.errors import ExportError, ExportExistsError, PoolIOError, StateValueError
+from lightck.export.atomic import atomic_file
 from lightck.export.tensors import DTYPES
 
 FORMATS = ["safetensors", "torch"]
@@ -531,9 +532,26 @@ def test_a_folder_that_cannot_be_synced_has_an_error_of_its_own(pool, folder, mo
         sync(fd)
 
     monkeypatch.setattr(os, "fsync", failing_for_folders)
-    with pytest.raises(ExportError, match="is complete, but its folder could not be synced: Input/output error"):
+    with pytest.raises(
+        ExportError, match="is complete, but the folder above it could not be synced: Input/output error"
+    ):
         lightck.export_checkpoint(checkpoint, folder / "old", overwrite=True)
     assert same(safetensors.torch.load_file(folder / "old"), dict(checkpoint.model))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: sync(fd) if os.path.exists(f"/proc/self/fd/{fd}/.metadata") else failing_for_folders(fd)
+    )
+    with pytest.raises(ExportError, match=r"The folder .* is complete, but the folder above it could not be synced"):
+        lightck.export_checkpoint(checkpoint, folder / "dcp", format="dcp")
+    assert (folder / "dcp" / ".metadata").exists()
+
+
+def test_a_pool_that_cannot_be_read_is_not_called_a_file_that_cannot_be_written(folder):
+    """``PoolIOError`` is an ``OSError`` too."""
+    failed = PoolIOError("The pool cannot be read.", errno.EIO)
+    with pytest.raises(PoolIOError) as found, atomic_file(str(folder / "out"), overwrite=False):
+        raise failed
+    assert found.value is failed
+    assert not list(folder.iterdir())
 
 
 def test_kill_in_mid_export_leaves_no_file_under_the_name(pool, folder):

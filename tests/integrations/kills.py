@@ -20,8 +20,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def lost_pools_are_fetched(run: Callable[..., dict[str, Any]], folder: Path, pool: Path, kills: Sequence[int]) -> None:
-    """``run``: that of a framework. The training has a tier. After a kill its pool is lost, or an older one is back: the
-    next run continues from the tier, and ends like one that was not killed."""
+    """``run``: that of a framework. The training has a tier. After a kill its pool is lost, or an older one is back:
+    the next run continues from the tier, and ends like one that was not killed."""
     first, second, third = kills
     options = {"tiers": [lightck.Tier(folder / "tier", every=1)]}
     expected = in_child(lambda: run("plain", folder / "plain", None))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from toys import same
 import lightck
 from lightck.errors import CheckpointExistsError, PoolPathError, RankError, UnsupportedError
 from lightck.integrations.dcp import PoolReader, PoolWriter
+from lightck.pool.reader import open_pool
+from lightck.ranks.directory import pool_name
 
 from .dcp_saves import fails, loaded, loads_everything, saved
 
@@ -146,7 +149,7 @@ def test_uneven_and_empty_shards_come_back_whole(pools, n_ranks):
     for rank in range(n_ranks):  # who has nothing of a tensor stores nothing of it
         with closing(open_pool(str(pools / pool_name(rank, n_ranks)))) as reader:
             sizes = {entry.name: entry.nbytes for entry in reader.entries}
-        assert sizes["model/one row"] == (16 if rank == 0 else 0)
+        assert sizes.get("model/one row", 0) == (16 if rank == 0 else 0)
 
 
 def test_other_placements_and_another_mesh_load_it(pools):

@@ -169,6 +169,14 @@ def test_what_is_no_share_is_refused(item):
         parse_share(item, (2, 2), [2, 2], None)
 
 
+def test_a_share_of_a_flat_tensor_is_refused():
+    """Of a logical tensor without dimensions, too."""
+    item = {"shape": [2], "dim": 0, "bounds": [0, 1, 2], "ranks": [0, 1], "place": 0, "whole": False}
+    for logical, pieces in (([], [[[], [], [0]]]), ([2, 1], [[[0, 0], [2, 1], [0]]])):
+        with pytest.raises(DamagedError, match="flat"):
+            parse_share(item | {"pieces": pieces}, (1,), logical, ())
+
+
 def test_only_a_pool_with_shares_holds_them():
     entry = a_share()._replace(offset=256)
     group = GroupIdentity(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -227,10 +228,24 @@ def test_child_can_attach_to_a_pool_of_its_own(folder, pool):
         assert session.flush() == 2
 
 
+def test_child_that_attaches_to_the_model_of_its_parent_is_refused_and_a_copy_works(folder, pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model)):
+
+        def child() -> Any:
+            with pytest.raises(SessionError, match="this process was forked after attach"):
+                lightck.attach(model, folder / "own.pool", optimizer=adam(model))
+            own = copy.deepcopy(model)
+            own_optimizer = adam(own)
+            with lightck.attach(own, folder / "own.pool", optimizer=own_optimizer):
+                train(own, own_optimizer, 2)
+            return is_step(lightck.recover(folder / "own.pool"), everything(own, own_optimizer))
+
+        assert in_child(child)
+
+
 def test_copy_of_a_model_is_not_the_model(pool):
     """EMA models are deep copies: their forwards are no boundaries."""
-    import copy
-
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:

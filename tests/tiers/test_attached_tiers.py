@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -699,6 +700,35 @@ def test_lightck_run_passes_signals_and_arguments_on(tmp_path):
     result = subprocess.run(run_words("no-such-program"), capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "cannot be run: No such file" in result.stderr
+
+
+def test_the_command_of_lightck_run_gets_one_signal_for_a_ctrl_c(tmp_path):
+    """The terminal sends it to both processes."""
+    count = tmp_path / "count"
+    code = f"""
+import signal, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+print("ready", flush=True)
+until = time.monotonic() + 60
+while not got and time.monotonic() < until:
+    time.sleep(0.01)
+time.sleep(1)
+open({str(count)!r}, "w").write(str(len(got)))
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = run_words(sys.executable, "-c", code)
+        os.execvp(words[0], words)
+    try:
+        seen = b""
+        while b"ready" not in seen:
+            seen += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(terminal)
+    assert count.read_text() == "1"
 
 
 # -- the newest of pool and tiers

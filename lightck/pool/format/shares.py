@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lightck.pool.format.boxes import Ints, are_ints, are_sizes
 from lightck.pool.format.group import RANKS_MAX
-from lightck.pool.format.pieces import Piece, parse_pieces
+from lightck.pool.format.pieces import Piece, is_flat, parse_pieces
 from lightck.pool.format.structures import DamagedError
 
 
@@ -157,6 +157,8 @@ def parse_share(item: object, local_shape: Ints, logical_shape: object, pieces: 
     held = None if item["pieces"] is None else parse_pieces(item["pieces"], logical_shape, shape)
     if held is None and logical_shape != shape:
         raise DamagedError("share: the rank does not hold the whole tensor, and no pieces say what it holds")
+    if held is not None and is_flat(held):
+        raise DamagedError("share: the tensor is flat, and ranks of a host never divide such a tensor")
     cut = Cut(tuple(shape), dim, tuple(bounds), tuple(ranks))
     share = Share(cut, item["place"], item["whole"], held)
     if 0 in cut.shape or written_part(share) != (local_shape, pieces):
