@@ -9,7 +9,7 @@ def run() -> None:
     """Run the command line and exit the process."""
     try:
         from lightck.cli import main
-    except ImportError as error:  # the native library is of another release, or LIGHTCK_ISA is invalid
+    except ImportError as error:  # of the native library, LIGHTCK_ISA or LIGHTCK_KILL: see _native.py
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     main(prog_name="lightck")

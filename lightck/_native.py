@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightck._lck_ffi import Commit as Commit
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
-"""Names of structs. ``lck_sizeof`` takes the index of a name here as the number of the struct."""
+"""Names of structs, in the order in which ``lck_sizeof`` numbers them."""
 _REBUILD = (
     "Run `pip install .` in the source folder, or reinstall the wheel, to replace lightck's native library and its "
     "Python bindings together."

@@ -1,4 +1,5 @@
-"""The errors of lightck, in one tree. (An argument of a wrong type or value raises a plain TypeError or ValueError.)
+"""The errors of lightck, in one tree. (``lightck demo`` has one more, ``DemoError``. An argument of a wrong type or
+value raises a plain TypeError or ValueError.)
 
 Each class in the tree is a ``LightckError`` and also the builtin exception in brackets, which code that does not
 import lightck can catch. Each message gives the fact, the reason and the cure, in this order.
@@ -37,7 +38,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── ReplayError                   (RuntimeError)        an update cannot be made again, or not with the same bits
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
-    │   ├── KeepError                 (OSError)             a checkpoint could not be exported
+    │   ├── KeepError                 (OSError)             an export that a training makes (retention) failed
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TierError                     (OSError)             a tier cannot be read or written
     │   └── TierClaimedError          (OSError)             another process, or another run, has the tier
@@ -164,8 +165,8 @@ class NoTensorError(LightckError, KeyError):
 
 
 class DriftError(LightckError, ValueError):
-    """The checkpoint does not fit the model, optimizer or object that it is restored into. ``drift`` is a
-    :class:`lightck.Drift` with the differences, or None."""
+    """The checkpoint does not fit the model, optimizer, loader or object that it is restored into. ``drift`` has the
+    differences: a :class:`lightck.Drift`; for loaders a dict of pairs (saved value, present value); or None."""
 
     def __init__(self, message: str, drift: object = None) -> None:
         super().__init__(message)
@@ -173,8 +174,10 @@ class DriftError(LightckError, ValueError):
 
 
 class DataMismatchError(LightckError, ValueError):
-    """The first batch after a resume differs from the batch that followed the restored step in the earlier run
-    (``strict_data=True``). No update was made with the first batch."""
+    """What the first update after a resume consumes differs from what followed the restored step in the interrupted run
+    (``strict_data=True``): the batch, the input of the forward or its random state; or the gradients, options or state
+    of an optimizer. The message says which. It is raised when an optimizer's ``step`` is called, before it updates
+    anything (or after an update that the loop makes by hand)."""
 
 
 class AmbiguousError(LightckError, ValueError):
@@ -255,7 +258,8 @@ class TierError(_SystemError):
 
     @classmethod
     def of(cls, fact: str, code: int | None, reason: str | None) -> TierError:
-        """Return the error for a failed call of the system."""
+        """Return the error for a failed system call on a folder tier. ``code``: its errno; ``reason``: its
+        strerror."""
         return cls(
             f"{fact}: {reason or 'the system gives no reason'}. Check the folder (that it is there, its owner, the "
             "space). The pools, and the checkpoints that lie in the tier, are unchanged.",

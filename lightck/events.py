@@ -53,7 +53,8 @@ class ClosingEvent(Enum):
     PRE_STEP = "pre_step"
     """The pre-step hook of the next update, if nothing else has closed the step before."""
     SAVE = "save"
-    """None: the checkpoint was saved without a session, from tensors that were handed over (``saving/``)."""
+    """No event closed a step: the checkpoint was saved without a session, from tensors that were handed over
+    (``saving/``)."""
 
 
 class ReducedBucket(NamedTuple):
@@ -88,7 +89,8 @@ class StepListener:
         False if a closure computes them inside ``step``."""
 
     def gate(self) -> None:
-        """An update is about to change tensors. The update begins after every listener has returned from ``gate``."""
+        """An update is about to change tensors. The update begins after every listener has returned from ``gate``.
+        (A layer-wise update has changed the layers already; see the module's docstring.)"""
 
     def update_begins(self) -> None:
         """Every listener has returned from ``gate``; the update begins."""

@@ -92,8 +92,9 @@ def raise_if_interrupted() -> None:
 
 
 def is_in_handler() -> bool:
-    """Whether a handler of one of ``_SIGNALS`` is among the callers. A handler that is not a Python function, method,
-    ``partial`` or object with a Python ``__call__`` is not recognised."""
+    """Whether this call comes from a handler of one of ``_SIGNALS``: whether the handler's code is on the stack. A
+    handler that is not a Python function, method, ``partial`` or object with a Python ``__call__`` is not
+    recognised."""
     codes = [_code_of(_user_handlers.get(number, _handler_of(number))) for number in _SIGNALS]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in codes:

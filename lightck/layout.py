@@ -39,8 +39,8 @@ class Rule(ABC):
     __slots__ = ()
 
     @property
-    def common(self) -> str:
-        """What is the same on all ranks, as a text."""
+    def agreed_text(self) -> str:
+        """The part of the rule that must agree on all ranks, as text."""
         return repr(self)
 
     @abstractmethod
@@ -74,8 +74,8 @@ class _AlongDim(Rule):
 
     @abstractmethod
     def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
-        """Return the length of the logical tensor along ``dim``, and which of its elements the rank holds there: start
-        and length of each run, in the order of the local tensor. ``length``: of the local tensor. Raises
+        """``length``: of the local tensor along ``dim``. Return the length of the logical tensor along ``dim``, and the
+        runs of its elements that the rank holds (start and length of each), in the order of the local tensor. Raises
         ``ValueError``."""
 
 
@@ -83,7 +83,7 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
     """Leave out empty runs, and make one run of two that touch."""
     found: Runs = []
     for start, length in runs:
-        if length and found and sum(found[-1]) == start:
+        if length and found and sum(found[-1]) == start:  # the run before ends where this one begins
             start, length = found[-1][0], found.pop()[1] + length
         if length:
             found.append((start, length))
@@ -107,10 +107,11 @@ class Shard(_AlongDim):
         if self.sizes is None:
             return length * place.size, [(place.rank * length, length)]
         if len(self.sizes) != place.size:
-            raise ValueError(f"it has {len(self.sizes)} sizes for {place.size} ranks")
+            raise ValueError(f"the rule has {len(self.sizes)} sizes for {place.size} ranks")
         if self.sizes[place.rank] != length:
             raise ValueError(
-                f"it gives rank {place.rank} the length {self.sizes[place.rank]}, and the tensor has {length} there"
+                f"the rule gives rank {place.rank} the length {self.sizes[place.rank]}, and the tensor has {length} "
+                "there"
             )
         return sum(self.sizes), [(sum(self.sizes[: place.rank]), length)]
 
@@ -132,11 +133,12 @@ class Fused(_AlongDim):
     def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
         uneven = next((size for size in self.sizes if size % place.size), None)
         if uneven is not None:
-            raise ValueError(f"{uneven} cannot be divided among {place.size} ranks evenly")
+            raise ValueError(f"the size {uneven} cannot be divided among {place.size} ranks evenly")
         whole = sum(self.sizes)
         if whole != length * place.size:
             raise ValueError(
-                f"its sizes are {whole} together, and {place.size} ranks with {length} each have {length * place.size}"
+                f"the rule's sizes are {whole} together, and {place.size} ranks with {length} each have "
+                f"{length * place.size}"
             )
         runs, begin = [], 0
         for size in self.sizes:
@@ -186,24 +188,24 @@ class Flat(Rule):
             raise ValueError(f"Flat: a tensor of shape {self.shape} has no elements {self.start} to {self.stop}.")
 
     @property
-    def common(self) -> str:
-        """The shape."""
+    def agreed_text(self) -> str:
+        """The shape, as text: each rank has its own range."""
         return f"Flat(shape={self.shape!r})"
 
     def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]]:
         """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
         length = self.stop - self.start
         if len(shape) != 1 or shape[0] < length:
-            raise ValueError(f"it must have one dimension, with at least {length} elements")
+            raise ValueError(f"the tensor must have one dimension, with at least {length} elements")
         return self.shape, flat_pieces(self.shape, self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Average(Rule):
-    """Every rank holds the whole tensor, with values of its own (norms under sequence parallelism that drift apart).
-    The same ranks get their own values back. If the pools are loaded by another number of ranks, each of them gets the
-    mean over the ranks of the saved layout (``size`` of them). Optimizer state of the parameter's shape is averaged in
-    the same way. The tensor must be of a floating-point dtype."""
+    """Every rank holds the whole tensor, with values of its own (norms under sequence parallelism that drift apart). A
+    resume with the same number of ranks gives each rank its own values. If the pools are loaded by another number of
+    ranks, each of them gets the mean over the ranks of the saved layout (``size`` of them). Optimizer state of the
+    parameter's shape is averaged in the same way. The tensor must be of a floating-point dtype."""
 
     def part(self, shape: Ints, place: Place) -> None:
         """Return None."""
@@ -234,7 +236,9 @@ def _checked_sizes(rule: Rule, sizes: Sequence[object]) -> tuple[int, ...]:
         raise ValueError(f"{type(rule).__name__}: {sizes!r} is no tuple. Pass the sizes as a tuple: ({sizes!r},).")
     found = tuple(size for size in sizes if type(size) is int and size >= 0)
     if len(found) != len(sizes) or not found:
-        raise ValueError(f"{type(rule).__name__}: {sizes!r} cannot be used. Pass one or more ints of at least 0.")
+        raise ValueError(
+            f"{type(rule).__name__}: {sizes!r} cannot be used. Pass ints of at least 0, and at least one of them."
+        )
     return found
 
 
@@ -277,7 +281,8 @@ def rename(
         offset: in place of ``to``: is added to the number that the first group of the pattern matches. The index of a
             layer in its stage becomes its index in the model: ``rename(r"layers\\.(\\d+)\\.", offset=8)``.
 
-    Raises ``LayoutError`` for a pattern that is no regular expression, or has no group where ``offset`` needs one."""
+    Raises ``TypeError`` if both or neither of ``to`` and ``offset`` are given; ``LayoutError`` for a pattern that is no
+    regular expression, or has no group where ``offset`` needs one, and for an ``offset`` that is no int."""
     compiled = _compiled(pattern)
     if (to is None) == (offset is None):
         raise TypeError(f"rename({pattern!r}): pass either the replacement or offset=.")
@@ -312,15 +317,16 @@ class Layout:
     Args:
         rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat``, ``Replicated`` or ``Average``. A pattern is a
             regular expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain
-            model. At most one may match a name, and each must match one. Optimizer state of the parameter's shape
-            follows it.
+            model. No name may be matched by two patterns, and each pattern must match at least one name (with stages,
+            on at least one stage). Optimizer state of the parameter's shape follows it.
         rank: the number of this rank among those that hold the parts of one tensor (the tensor parallel rank).
         size: how many ranks hold the parts of one tensor.
         stage: the number of the pipeline stage of this rank.
         stages: how many stages there are. With more than one, the ranks of different stages build different tensors,
             and all stages together the model. A tensor that several stages have under one name is the same on all.
-        rename: what ``rename`` returned, if names differ on this rank from those in the whole model. At most one
-            may match a name, and each must match one. Patterns of ``rules`` match the resulting names.
+        rename: what ``rename`` returned, if names differ on this rank from those in the whole model. No name may be
+            matched by two of them, and each must match at least one name. Patterns of ``rules`` match the resulting
+            names.
     """
 
     def __init__(
@@ -381,7 +387,7 @@ class Layout:
     @property
     def description(self) -> str:
         """What must be the same on all ranks, as a text."""
-        rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._rules_by_pattern().items())
+        rules = sorted(f"{pattern!r}: {rule.agreed_text}" for pattern, rule in self._rules_by_pattern().items())
         of_stages = f", stages={self.stages}" if self.stages > 1 else ""
         return f"{{{', '.join(rules)}}}, size={self.place.size}{of_stages}"
 
@@ -426,9 +432,10 @@ class Layout:
         except ValueError as err:
             raise LayoutError(
                 f"The rule {rule!r} of layout= does not fit the tensor {name!r}, which has the shape {list(shape)} on "
-                f"rank {self.place.rank} of {self.place.size}: {err}. Correct the rule. Its dim= is the dimension "
-                "along which the ranks hold parts. Shard takes the length of each rank's tensor, and the other rules "
-                "take lengths of the whole tensor, as a single process would have it."
+                f"rank {self.place.rank} of {self.place.size}: {err}. Correct the rule. dim= is the dimension along "
+                "which the ranks hold parts. Shard takes the length of each rank's tensor. Fused and Padded take "
+                "lengths of the whole tensor, as a single process would have it. Flat takes the shape of the whole "
+                "tensor, and the range of its elements that this rank holds."
             ) from err
 
     def refuse_unused(self, names: Iterable[str]) -> None:
@@ -468,7 +475,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         ) from err
 
 
-def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:
+def check_layout_argument(layout: object, *, is_used: bool) -> None:
     """Raise ``TypeError`` for a ``layout=`` that is no ``Layout``, and ``LayoutError`` for any ``layout=`` that would
     not be used. ``is_used``: whether there is a group of ranks, whose parts ``layout=`` describes."""
     if layout is None:

@@ -28,7 +28,7 @@ class OpenSession(Protocol):
 
 
 class FollowedTraining(Protocol):
-    """The methods of ``Steps`` (``session/steps.py``) that this module uses."""
+    """A session's ``Steps`` (``session/steps.py``), as far as this module uses it."""
 
     session: OpenSession
 

@@ -20,8 +20,8 @@ class TierStats:
     root: str
     """The folder, or the URL."""
     step: int | None = None
-    """Step of the newest checkpoint that was sent; until this session has sent one, that of the newest one in the tier
-    from which it went on. None: there is none."""
+    """Step of the newest checkpoint that this session has sent. Before the first, the step of the newest checkpoint in
+    the tier from which the training may have come. None: there is none."""
     checkpoints: int = 0
     """The number of checkpoints that this session has sent."""
     bytes_sent: int = 0
@@ -36,7 +36,7 @@ class TierStats:
     failing_since: float | None = None
     """Since when no checkpoint could be sent, as ``time.time()``; None if the last one was sent."""
     failures: int = 0
-    """How often sending to it has begun to fail, since ``attach``."""
+    """The number of periods of failure since ``attach``: failed attempts without a success between them count once."""
     waiting: int = 0
     """Checkpoints that are held in the pool for it until the drain takes them, at present: at most 2."""
     rounds: int = 0
@@ -124,7 +124,8 @@ class Stats:
     strategy_reason: str | None = None
     """Why ``strategy="auto"`` has chosen this strategy; None while it measures, and without it."""
     base_every: int | None = None
-    """With ``Gradients``: in how many steps each parameter is written once, at present; None with another strategy."""
+    """With ``Gradients``: each parameter is written once every this many steps, at present. None with another
+    strategy."""
     replica_drift: float | None = None
     """With ``Replica``: the largest absolute difference that was seen between an element of a tensor and of its copy
     (infinity: one of them is NaN). None with another strategy."""
@@ -169,7 +170,8 @@ class Slowdown(NamedTuple):
 
 class Observer(Protocol):
     """Receives each stall when it ends, for a trace. ``begin`` and ``end`` are values of ``time.perf_counter``, in
-    seconds. ``is_state``: whether small state was read in this time. If so, the time lies inside another stall."""
+    seconds. ``is_state``: whether small state was read in this time. Such a time gets a row of its own in the trace,
+    because it lies inside another stall."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 
@@ -178,8 +180,8 @@ class Stall:
     """The context manager that ``Meter.stall`` returns. It is a class, because a ``@contextmanager`` function takes
     longer, and several of these blocks run at each step.
 
-    The wall time of the block counts as CPU time, except inside ``Meter.wait``. The CPU clock of the thread is not
-    read, because at a step that saves nothing a read takes longer than the whole block.
+    The wall time of the block counts as CPU time, and ``Meter.wait`` subtracts its waits again. The CPU clock of the
+    thread is not read here, because at a step that saves nothing a read takes longer than the whole block.
     """
 
     __slots__ = ("_begin", "_defers", "_loop_seconds", "_meter", "_what")

@@ -53,7 +53,7 @@ class Host:
             self.save()
 
     def loader_gave(
-        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: Any
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, cache: Any
     ) -> None: ...
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:

@@ -22,7 +22,7 @@ import torch
 from lightck.pipeline import sources, write_table
 from lightck.session import cross_check, replica_arguments, replica_updates, split, state_marks, strategy_choice
 from lightck.state import buffers, device_transfers, unit_replicas
-from lightck.state.device_transfers import Arrival, DeviceTransfer, Pair, raw
+from lightck.state.device_transfers import DeviceTransfer, Pair, StreamPoint, bytes_of
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
@@ -33,7 +33,7 @@ class _Stream:
     def __init__(self, seed: int, seconds: float) -> None:
         self._random = random.Random(seed)
         self._seconds = seconds
-        self._tasks: SimpleQueue[tuple[Copies, Arrival, threading.Event]] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Copies, StreamPoint, threading.Event]] = SimpleQueue()
         self._runs_in = 0
         self._last, self.flows = threading.Event(), threading.Event()
         self._last.set()
@@ -49,10 +49,10 @@ class _Stream:
     def is_idle(self) -> bool:
         return self._last.is_set()
 
-    def mark(self) -> Arrival:
+    def mark(self) -> StreamPoint:
         return _Waited(self._last)
 
-    def send(self, copies: Copies, after: Arrival) -> Arrival:
+    def send(self, copies: Copies, after: StreamPoint) -> StreamPoint:
         if self._runs_in != os.getpid():  # a forked child has no threads of its parent's
             self._runs_in, self._tasks, self._pending = os.getpid(), SimpleQueue(), []
             threading.Thread(target=self._run, daemon=True).start()
@@ -117,34 +117,34 @@ class SlowTransfer:
     def is_idle(self) -> bool:
         return not (self.is_computing or self.is_sending)
 
-    def mark(self) -> Arrival:
+    def mark(self) -> StreamPoint:
         return self._computation.mark()
 
-    def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
+    def send(self, pairs: Sequence[Pair], after: StreamPoint) -> StreamPoint:
         if self.before_send is not None:
             self.before_send()
         once, self.fails_once = self.fails_once, None
         if self.fails_beside is not None or once is not None:
             raise self.fails_beside or once
         self.sent += len(pairs)
-        return self._beside.send([(target, partial(raw, tensor)) for target, tensor in pairs], after)
+        return self._beside.send([(target, partial(bytes_of, tensor)) for target, tensor in pairs], after)
 
-    def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
+    def send_in_order(self, pairs: Sequence[Pair]) -> StreamPoint:
         if self.fails is not None:
             raise self.fails
         self.sent += len(pairs)
         self.events.append("sent in order")
         return self._in_order(pairs)
 
-    def _in_order(self, pairs: Sequence[Pair]) -> Arrival:
+    def _in_order(self, pairs: Sequence[Pair]) -> StreamPoint:
         return self._computation.send([(target, self._now_or_in_order(tensor)) for target, tensor in pairs], _NOTHING)
 
     def _now_or_in_order(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that reads the tensor. Memory of the device is changed only by copies of this stream, so it
         is read when the copy is made; other tensors, which the next line of a test may change, are read now."""
         if tensor.untyped_storage().data_ptr() in self._memory:
-            return partial(raw, tensor)
-        return raw(tensor).clone().clone
+            return partial(bytes_of, tensor)
+        return bytes_of(tensor).clone().clone
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         if self.fails is not None:
@@ -152,7 +152,7 @@ class SlowTransfer:
         self._in_order(pairs)
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        return raw(tensor)[start : None if nbytes is None else start + nbytes].clone()
+        return bytes_of(tensor)[start : None if nbytes is None else start + nbytes].clone()
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.room:
@@ -199,7 +199,7 @@ class _Waited:
         assert self._event.wait(60), "nothing arrived"
 
 
-def _passed() -> Arrival:
+def _passed() -> StreamPoint:
     event = threading.Event()
     event.set()
     return _Waited(event)

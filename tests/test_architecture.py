@@ -54,7 +54,8 @@ ROOMS = {
         "errors",
         "layout",
         "saving",
-    },  # public names only; and the seam for checkpoints without a session
+        "session.fetch_before_attach",
+    },  # public names only; and two seams: checkpoints without a session, and what attach will resume
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore", "tiers"},
     "__main__": {"cli"},

@@ -1,9 +1,10 @@
 """The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
 
-Exit statuses are in ``cli/base.py``. No command but ``repair`` writes to an existing pool or locks it, so every other
-command works on a pool in use; ``inject`` writes to a copy that it made, ``compact``, ``copy`` and ``reshard`` make new
-pools, ``drain`` sends to a tier what a training would have sent, and ``gc`` removes files from a tier. The module of a
-command, and torch, are imported when the command runs. So ``doctor`` also works where the native library does not load.
+Exit statuses are in ``cli/base.py``. No command but ``repair`` writes to an existing pool or takes its lock, so every
+other command works on a pool in use (some hold the slots that they read); ``inject`` writes to a copy that it made,
+``compact``, ``copy`` and ``reshard`` make new pools, ``drain`` sends to a tier what a training would have sent, and
+``gc`` removes files from a tier. The module of a command is imported when the command runs or the help lists it, and
+torch when a command that needs it runs. So ``doctor`` also works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
 def main(ctx: click.Context) -> None:
     """Every finished training step of a PyTorch model survives a crash.
 
-    Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out.
+    Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out. lightck run
+    returns the status of the command that it runs.
     """
     if os.environ.get("NO_COLOR"):
         ctx.color = False

@@ -1,9 +1,9 @@
 """What all commands share: exit statuses, errors on stderr, a closed pipe, options, completion of pool paths.
 
 Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out (wrong usage, no such
-pool, not a pool); 130 interrupted; 141 the reader of the output closed its pipe. A ``LightckError`` or an error of the
-operating system is printed as one line on stderr, and with ``--json`` also as an object on stdout. A traceback is
-printed only for a bug in lightck.
+pool, not a pool); 130 interrupted; 141 the reader of the output closed its pipe. (``lightck run`` returns the exit
+status of the command that it runs.) A ``LightckError`` or an error of the operating system is printed as one line on
+stderr, and with ``--json`` also as an object on stdout. A traceback is printed only for a bug in lightck.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ rate_option = click.option(
     "--rate",
     "bytes_per_second",
     type=Quantity("rate", "bytes_per_second_of", "200MB/s, 50kB/s or 1.5GiB/s"),
-    help="Send at most so many bytes in a second: 200MB/s. When a signal ends --every or --follow, the newest "
-    "checkpoint is sent without this limit.",
+    help="Send at most this many bytes in a second: 200MB/s. When a signal ends copy --every or drain --follow, the "
+    "newest checkpoint is sent without this limit.",
 )
 compress_option = click.option(
     "--compress",
@@ -310,11 +310,11 @@ store_option = click.option(
     multiple=True,
     metavar="KEY=VALUE",
     callback=_store_options,
-    help="What the object store of a URL needs beside it: endpoint=https://..., region=..., by the names of obstore. "
-    "Credentials belong in the environment. May be repeated.",
+    help="A setting of the object store that the URL does not contain, under the name that obstore gives it: "
+    "endpoint=https://..., region=.... Credentials belong in the environment. May be repeated.",
 )
 STORE_OPTIONS = "lightck.store_options"
-"""Under which key the context of a command has the options of object stores."""
+"""The key in click's context (``ctx.meta``) under which a command keeps the options of object stores."""
 
 
 def _remember_store_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
@@ -327,9 +327,10 @@ any_store_option = click.option(
     metavar="KEY=VALUE",
     callback=_remember_store_options,
     expose_value=False,
-    help="If a tier is a URL: what its object store needs beside it, as for lightck copy. May be repeated.",
+    help="If a tier is a URL: a setting of its object store, as for lightck copy. May be repeated.",
 )
-"""``store_option`` for commands that open a tier deep inside: ``open_tier`` finds the options in the context."""
+"""As ``store_option``, but the value is no argument of the command: it goes into ``ctx.meta``, and ``open_tier`` finds
+it there."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 step_option = click.option(
     "--step", type=click.IntRange(0), metavar="N", help="Use the checkpoint of step N instead of the newest."

@@ -18,7 +18,7 @@ def command(pool: str, new: str, step: int | None, as_json: bool) -> int:
     """Write the newest checkpoint of POOL (or the checkpoint of --step N) into the new pool NEW, which must not exist.
     NEW holds the whole state, and attach(..., resume=True) goes on in it. POOL is only read, and may be in use.
 
-    If POOL has gradient records, its updates are made again, and a training goes on in NEW with the strategy FullState.
+    If POOL has gradient records, its updates are replayed, and a training goes on in NEW with the strategy FullState.
     """
     from lightck.restore.compact import compact
 
@@ -31,7 +31,7 @@ def command(pool: str, new: str, step: int | None, as_json: bool) -> int:
         return OK
     for each in done.rejected:
         print_line(f"skipped: {each}")
-    again = f"; {count(done.updates, 'update')} made again" if done.updates else ""
+    again = f"; {count(done.updates, 'update')} replayed" if done.updates else ""
     sizes = f"{size(done.nbytes)} in {new} (the old pool has {size(done.old_nbytes)})"
     print_line(f"step {done.step}: {count(done.tensors, 'tensor')}, {sizes}{again}")
     return OK

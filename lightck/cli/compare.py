@@ -32,8 +32,8 @@ class Distance:
 
     elements: number of elements of each tensor. differing: number of elements whose bits differ. max_abs: largest
     |a - b|. max_rel: largest |a - b| / max(|a|, |b|). nan_a, nan_b: number of NaN elements in a and b, which are left
-    out of ``max_abs`` and ``max_rel``. ``max_abs`` to ``nan_b`` are None for a dtype that torch cannot convert to
-    numbers.
+    out of ``max_abs`` and ``max_rel``. All fields but ``elements`` and ``differing`` are None for a dtype that torch
+    cannot convert to numbers.
     """
 
     elements: int
@@ -99,8 +99,8 @@ def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: tor
 
 
 def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """Yield one object for each tensor that differs between the checkpoints or exists in one of them only. ``advance``
-    is called with the number of bytes of each tensor that was compared."""
+    """Yield one row for each tensor that differs between the checkpoints or exists in one of them only. ``advance`` is
+    called with the number of bytes of each tensor that exists in both."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)
         if one is None or other is None:

@@ -68,8 +68,9 @@ def command(
     a tier, is empty or does not exist, or a URL of an object store (s3://BUCKET/PREFIX). SOURCE is only read, and may
     be in use.
 
-    If SOURCE is a tier, make the pool DEST, which must not exist, from its newest complete checkpoint. It verifies by
-    the checksums that the training computed, and attach(..., resume=True) goes on in it.
+    If SOURCE is a tier, make the pool DEST, which must not exist, from its newest complete checkpoint (or that of
+    --step N); if the tier is that of a group of ranks, DEST is a directory with their pools. What is made is verified
+    by the checksums that the training computed, and attach(..., resume=True) goes on in it.
     """
     import lightck
     from lightck.tiers.copying import copy_from_tier, copy_to_tier, drain_to
@@ -77,7 +78,7 @@ def command(
     from lightck.tiers.open_store import is_tier
 
     if every is not None and step is not None:
-        raise click.UsageError("--every sends the newest checkpoint, and --step N one that it names. Pass one of them.")
+        raise click.UsageError("--every sends the newest checkpoint, and --step N a certain one. Pass one of them.")
     if every is None and keep_last is not None:
         raise click.UsageError("--keep-last N goes with --every: a single copy removes nothing.")
     from_options, to_options = _options_of(source, store_options), _options_of(dest, store_options)
@@ -135,8 +136,8 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
 
 def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
-    round tries again; it ends the command if another process has the tier."""
-    said, stop = "", threading.Event()
+    round tries again. If another process has claimed the tier, the command ends."""
+    last_message, stop = "", threading.Event()
 
     def ends(*_: object) -> None:
         stop.set()
@@ -150,16 +151,16 @@ def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
                 if done is not None:
                     _print(done, as_json, in_one_line=True)
                 drain.retain()
-                said = ""
+                last_message = ""
             except TierClaimedError as err:
                 print_error(str(err))
                 return FAILED
             except (PoolError, TierError) as err:
                 is_early = isinstance(err, (PoolNotFoundError, NoCheckpointError)) and not is_last
                 text = f"waiting for the first checkpoint in {source}" if is_early else str(err)
-                if text != said:
+                if text != last_message:
                     (print_progress if is_early else print_error)(text)
-                said = text
+                last_message = text
                 if is_last:
                     return FAILED
             if is_last:

@@ -134,12 +134,13 @@ def _compared(sides: list[stored_checkpoints.FoundCheckpoint]) -> Facts:
 
 def _source(side: stored_checkpoints.FoundCheckpoint) -> Source:
     """Return the source of the tensors: the slot, or a copy in memory if a process has the pool open and the checkpoint
-    is not larger than ``IN_MEMORY_NBYTES_MAX``. (A checkpoint whose updates must be made again is always a copy.)"""
+    is not larger than ``IN_MEMORY_NBYTES_MAX``. (If updates must be replayed, the result is kept in memory, and the
+    other tensors are read from the pool.)"""
     from lightck.restore.contents import in_memory
 
     assert side.stored is not None
     if not isinstance(side.stored, StoredCheckpoint):
-        _ = side.stored.entries  # makes the updates again
+        _ = side.stored.entries  # replays the updates
         return side.stored
     if (side.nbytes or 0) > IN_MEMORY_NBYTES_MAX or holder_of(side.stored.reader.path) is None:
         return side.stored

@@ -19,7 +19,7 @@ from lightck.ranks.directory import World, existing_pools, missing_error, open_w
 
 def inspect(directory: str, as_json: bool) -> int:
     """Show the pools of a group: ranks and their checkpoints, what is common, and which rank is missing. Exit status 1
-    if no checkpoint is common."""
+    if no checkpoint is common, a pool is missing, or the pools do not belong together."""
     facts = _facts(directory)
     if as_json:
         print_json(facts)
@@ -79,7 +79,8 @@ def _facts(directory: str) -> Facts:
 
 
 def _hold_whole_tensors(world: World) -> bool:
-    """Whether every pool holds whole tensors, and none was saved with a layout (which may have stages, or averages)."""
+    """Whether every pool holds the whole of each tensor: no pool has a mesh (of DTensors or of ``layout=``), and no
+    tensor has pieces."""
     readers = world.readers.values()
     is_plain = all(reader.group is None or not reader.group.mesh_shape for reader in readers)
     return is_plain and all(entry.pieces is None for reader in readers for entry in reader.entries)
@@ -95,6 +96,7 @@ def _pool(path: str) -> Facts:
             facts["group"] = groups.group_facts(reader.group)
             facts["holder"] = None if holder is None else asdict(holder)
             facts["checkpoints"] = [
+                # Not that of the commit record: an adoption gives the record a new one, perhaps not yet on all ranks.
                 {"incarnation": each.stored.header.incarnation, "step": each.step}
                 for each in found
                 if each.stored is not None and each.state == stored_checkpoints.COMMITTED
@@ -155,6 +157,6 @@ def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     if step is not None or tensors:
         raise PoolPathError(
             "--tensors, and --step without --pieces, are for the pool of one rank, and this is the directory of all "
-            "ranks. Pass the file of a rank; or pass --pieces, which lists the tensors of all ranks, with --step those "
-            "of that step."
+            "ranks. Pass the file of a rank; or let `lightck inspect --pieces` list the tensors of all ranks, with "
+            "--step those of that step."
         )

@@ -1,4 +1,4 @@
-"""``lightck drain``: sends to the tiers of a training what its own drain has left, once or beside the training."""
+"""``lightck drain``: sends to the tiers of a training what its own drain did not send, once or beside the training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
-@click.command("drain", cls=Command, short_help="Send to a tier what a killed training has left in its pool.")
+@click.command("drain", cls=Command, short_help="Send to a tier what a killed training did not send.")
 @click.argument("pool", type=POOL)
 @click.argument("dests", metavar="DEST...", nargs=-1, required=True)
 @click.option(
@@ -54,8 +54,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
     type=DURATION,
     default="10min",
     show_default=True,
-    help="How long to wait for the drain of a training that still has the pool; and, when --follow ends, for a tier "
-    "that fails.",
+    help="How long to wait for the training's own drain, if that still runs; and, when --follow ends, for a tier that "
+    "fails.",
 )
 @rate_option
 @compress_option

@@ -14,12 +14,13 @@ from lightck.cli.text import Facts, count, print_json, print_line, size
 if TYPE_CHECKING:
     from lightck.tiers.collecting import Collected
 
-_WHAT = {
+_REASONS = {
     "manifest": "of checkpoints that not all ranks have sent",
     "object": "that no manifest names",
     "claim": "of which nothing is left",
     "temporary file": "of killed processes",
 }
+"""Kind of file -> why such files are not needed, in words that follow the kind: "2 objects that no manifest names"."""
 
 
 @click.command("gc", cls=Command, short_help="Remove from a tier what no checkpoint needs.")
@@ -27,16 +28,16 @@ _WHAT = {
 @click.option(
     "--stopped",
     is_flag=True,
-    help="No training and no lightck copy writes to TIER, nor has within the last hour: look below the newest claims "
-    "too. Without it, these are left to the process that made them.",
+    help="You promise that no training and no lightck copy writes to TIER, or has written within the last hour. Then "
+    "files below the newest claims are removed too; otherwise they are left to the process that made the claim.",
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing, and list what would be removed.")
 @any_store_option
 @json_option
 def command(tier: str, stopped: bool, dry_run: bool, as_json: bool) -> int:
-    """Remove from TIER what killed processes have left: objects that no manifest names, manifests of checkpoints that
-    not all ranks have sent, claims of which nothing is left, and temporary files. What was written within the last
-    hour stays, by the clock of the file system, and so does every complete checkpoint.
+    """Remove from TIER what killed processes have left behind: objects that no manifest names, manifests of
+    checkpoints that not all ranks have sent, claims of which nothing is left, and temporary files. What was written
+    within the last hour stays, by the clock of the file system, and so does every complete checkpoint.
 
     A training, and whoever reads TIER, may go on meanwhile.
     """
@@ -67,10 +68,10 @@ def _show(tier: str, done: Collected, *, dry_run: bool) -> None:
     verb = "would be removed" if dry_run else "removed"
     total = sum(each.nbytes or 0 for each in done.removed)
     print_line(f"{tier}: {count(len(done.removed), 'file')}, {size(total)} {verb}")
-    for kind, what in _WHAT.items():
+    for kind, reason in _REASONS.items():
         found = [each for each in done.removed if each.kind == kind]
         if found:
-            print_line(f"  {count(len(found), kind)} {what}, {_size([each.nbytes for each in found])}")
+            print_line(f"  {count(len(found), kind)} {reason}, {_size([each.nbytes for each in found])}")
         for each in found if dry_run else []:
             print_line(f"    {each.name}")
     for rest in done.left:

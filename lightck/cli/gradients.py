@@ -16,7 +16,7 @@ from lightck.pool.gradient_reader import (
     checkpoint_of,
     is_overwritten,
     needed_problems,
-    spare_problems,
+    older_base_problems,
 )
 from lightck.pool.overwritten import Places
 from lightck.pool.reader import PoolReader
@@ -31,8 +31,8 @@ ROWS_MAX = 40
 # -- facts of inspect --------------------------------------------------------------------------------------------------
 
 
-def updates_of(stored: ReplayedCheckpoint) -> int:
-    """Return how many updates of its oldest unit are to be made again to have the checkpoint."""
+def updates_to_replay(stored: ReplayedCheckpoint) -> int:
+    """Return how many updates a recovery replays for the unit with the oldest base."""
     return len(needed_steps(stored.gradient_checkpoint))
 
 
@@ -55,10 +55,10 @@ def contents(stored: ReplayedCheckpoint) -> Facts:
 
 
 def _whole(checkpoint: GradientCheckpoint) -> Facts:
-    """Return an object for the units that are whole in each checkpoint."""
+    """Return the number and the size of the units that are whole in each checkpoint."""
     from lightck.state.inventory import unit_of
 
-    entries = [one.entry for one in checkpoint.whole_units()]
+    entries = [one.entry for one in checkpoint.units_without_home()]
     return {
         "units": len({unit_of(entry) for entry in entries}),
         "tensors": len(entries),
@@ -76,7 +76,8 @@ def _base_every(stored: ReplayedCheckpoint) -> int | None:
 
 
 def _bases(checkpoint: GradientCheckpoint) -> tuple[list[Facts], str | None]:
-    """Return one object for each step of a base, newest first, and why there is none."""
+    """Return (rows, reason): one row for each step whose state the bases hold, newest first; or no rows, and why they
+    cannot be listed."""
     from lightck.restore.unit_copies import Records, UnitCopies
 
     try:
@@ -94,7 +95,7 @@ def _bases(checkpoint: GradientCheckpoint) -> tuple[list[Facts], str | None]:
 
 
 def _records(checkpoint: GradientCheckpoint) -> Iterator[Facts]:
-    """Yield one object for each record that the checkpoint names, its own first."""
+    """Yield one row for each record that the checkpoint names, its own first."""
     needed = {*needed_steps(checkpoint), checkpoint.step}
     for entry in (checkpoint.chain_entry, *reversed(checkpoint.part.chain)):
         facts = {
@@ -128,7 +129,7 @@ def _in_record(reader: PoolReader, entry: ChainEntry) -> Facts:
 
 
 def show(facts: Facts, step: int) -> None:
-    """Print what ``contents`` returns. ``step``: of the checkpoint."""
+    """Print what ``contents`` returns. ``step``: the step of the checkpoint."""
     if facts["reason"] is not None:
         print_line(f"The bases of step {step} cannot be listed: {facts['reason']}.")
     else:
@@ -142,7 +143,7 @@ def show(facts: Facts, step: int) -> None:
 
 
 def _show_bases(bases: list[Facts], step: int, base_every: int | None) -> None:
-    table = [("base of step", "updates to make again", "units", "tensors", "size")]
+    table = [("base of step", "updates to replay", "units", "tensors", "size")]
     for row in bases:
         step_of_base, updates, units, tensors = (str(row[name]) for name in ("step", "updates", "units", "tensors"))
         table.append((step_of_base, updates, units, tensors, size(row["nbytes"])))
@@ -153,21 +154,21 @@ def _show_bases(bases: list[Facts], step: int, base_every: int | None) -> None:
     older = sum(row["nbytes"] for row in bases if row["updates"])
     most = max((row["updates"] for row in bases), default=0)
     if older:
-        print_line(f"To recover step {step}, at most {count(most, 'update')} of {size(older)} are made again.")
+        print_line(f"To recover step {step}, at most {count(most, 'update')} of units of {size(older)} are replayed.")
     else:
-        print_line(f"Step {step} is full: no update is made again to recover it.")
+        print_line(f"Step {step} is full: no update is replayed to recover it.")
 
 
 def _show_records(records: list[Facts]) -> None:
-    table = [("record of step", "slot", "gradients", "size", "else", "")]
+    table = [("record of step", "slot", "gradients", "size", "other", "")]
     for row in records[:ROWS_MAX]:
         use = "needed" if row["needed"] else "spare"
         if row["state"] == "readable":
             sizes = str(row["gradients"]), size(row["gradient_nbytes"]), size(row["other_nbytes"])
-            said = use if row["committed"] else f"{use}, not committed"
+            words = use if row["committed"] else f"{use}, not committed"
         else:
-            sizes, said = ("-", "-", "-"), f"{use}, {row['state']}: {row['reason']}"
-        table.append((str(row["step"]), str(row["slot"]), *sizes, said))
+            sizes, words = ("-", "-", "-"), f"{use}, {row['state']}: {row['reason']}"
+        table.append((str(row["step"]), str(row["slot"]), *sizes, words))
     for line in columns(table, right=range(5)):
         print_line(line)
     if len(records) > ROWS_MAX:
@@ -178,7 +179,8 @@ def _show_records(records: list[Facts]) -> None:
 
 
 def read_nbytes(stored: ReplayedCheckpoint) -> int:
-    """Return about how many bytes ``checked`` reads. (The sizes of other records are in their own manifests.)"""
+    """Return an estimate of the bytes that ``checked`` reads. All records count as large as that of the checkpoint,
+    because the sizes of the others are in their own manifests."""
     checkpoint = stored.gradient_checkpoint
     copies = sum(one.entry.nbytes for one in (*checkpoint.bases(), *checkpoint.older_bases()))
     record = sum(one.entry.nbytes for one in checkpoint.in_record.values())
@@ -188,11 +190,11 @@ def read_nbytes(stored: ReplayedCheckpoint) -> int:
 def checked(
     stored: ReplayedCheckpoint, places: Callable[[], Places], *, replays: bool, advance: Callable[[int], None]
 ) -> Facts:
-    """Verify all that a checkpoint needs, and what stands in for a damaged base. Returns the keys of a row of
-    ``verify`` that say what was found.
+    """Verify all that a checkpoint needs, and the spare copies: the older bases, which stand in for damaged ones, and
+    the records that only they need. Returns the part of a row of ``verify`` that says what was found.
 
-    places: returns what lies in the homes at this moment. replays: make the updates again too, and compare the result
-    with the checksums of the records.
+    places: returns what lies in the homes at this moment. replays: replay the updates too, and compare the result with
+    the checksums of the records.
     """
     checkpoint = stored.gradient_checkpoint
     damage = needed_problems(checkpoint.reader, checkpoint, advance)
@@ -216,18 +218,18 @@ def checked(
 
 def _is_overwritten(checkpoint: GradientCheckpoint, now: Places) -> bool:
     """Whether damage to a checkpoint is explained by newer checkpoints that overwrite it."""
-    return now.are_overwritten_of(checkpoint) or now.may_be_overwritten_of(checkpoint)
+    return now.is_overwritten(checkpoint) or now.may_be_overwritten(checkpoint)
 
 
 def _spare_problems(
     checkpoint: GradientCheckpoint, places: Callable[[], Places], advance: Callable[[int], None]
 ) -> list[Problem] | None:
-    """Return the damage in what stands in for a damaged base. None: it is not kept, because a newer checkpoint may
-    overwrite it."""
-    if not places().is_spare_kept(checkpoint):
+    """Return the damage in the older bases and the records that only they need. None: they were not checked to the end,
+    because a newer checkpoint may have overwritten them."""
+    if not places().are_older_bases_kept(checkpoint):
         return None
-    found = spare_problems(checkpoint.reader, checkpoint, advance)
-    return found if places().is_spare_kept(checkpoint) else None
+    found = older_base_problems(checkpoint.reader, checkpoint, advance)
+    return found if places().are_older_bases_kept(checkpoint) else None
 
 
 def _why_unrecoverable(stored: ReplayedCheckpoint, *, replays: bool) -> str | None:

@@ -80,9 +80,9 @@ def command(
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
     WHERE is an offset in the pool, in bytes; or a structure of the pool: superblock, table, next (the record of the
-    next batch); or a part of the newest checkpoint: line (its commit record), header, manifest, payload, or the name of
-    a tensor. Without WHERE, --flip and --zero-page choose a random place in the newest checkpoint; an option without
-    WHERE must come after COPY.
+    batch that followed the checkpoint); or a part of the newest checkpoint: line (its commit record), header, manifest,
+    payload, or the name of a tensor. Without WHERE, --flip and --zero-page choose a random place in the newest
+    checkpoint; an option without WHERE must come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
@@ -268,7 +268,7 @@ def _gradients_in(parts: Sequence[Part], generation: int) -> str:
     """Return what to add about the gradients of a record, which ``inspect`` does not list; "" if there are none."""
     names = [part.tensor for part in parts if part.generation == generation and part.tensor is not None]
     found = sorted(name for name in names if name.startswith(GRADIENT_PREFIX))
-    return f"; or that of a gradient ({listed(found)})" if found else ""
+    return f"; or the name of a gradient ({listed(found)})" if found else ""
 
 
 def _overlapping(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:

@@ -77,9 +77,9 @@ def refuse_pieces(path: str) -> None:
     with stored_checkpoints.open_reader(path) as reader:
         if reader.superblock.has_gradients:
             usage_error(
-                f"--pieces shows which ranks hold which parts of tensors, and {path!r} is the pool of a single process "
-                "with gradient records, which holds older states of whole tensors. Leave out --pieces: the bases and "
-                "records are listed without it, and with --tensors the tensors."
+                f"--pieces shows which ranks hold which parts of tensors, and {path!r} is a pool with gradient "
+                "records, which holds older states of its tensors. Leave out --pieces: the bases and records are "
+                "listed without it, and with --tensors the tensors."
             )
 
 
@@ -155,10 +155,10 @@ def _checkpoint(checkpoint: stored_checkpoints.FoundCheckpoint, newest: bool) ->
 
 
 def _updates(checkpoint: stored_checkpoints.FoundCheckpoint) -> int | None:
-    """Return how many updates are to be made again to recover a checkpoint; None if it is not readable."""
+    """Return how many updates a recovery of the checkpoint replays; None if it is not readable."""
     if checkpoint.stored is None:
         return None
-    return 0 if isinstance(checkpoint.stored, StoredCheckpoint) else gradients.updates_of(checkpoint.stored)
+    return 0 if isinstance(checkpoint.stored, StoredCheckpoint) else gradients.updates_to_replay(checkpoint.stored)
 
 
 def _contents(checkpoint: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
@@ -195,7 +195,7 @@ def _tensor(entry: Entry) -> Facts:
 
 
 def _layers(checkpoint: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
-    """Return one object per module, in the model's order, with the sums over the module's own tensors (without those of
+    """Return one row per module, in the model's order, with the sums over the module's own tensors (without those of
     submodules) and over the optimizer state of its parameters."""
     from lightck.restore.optimizer import keys_by_param
 
@@ -298,7 +298,7 @@ def _show_checkpoints(facts: Facts) -> None:
         why = "is being written" if facts["holder"] else "was not finished: a kill cut it off, or lightck dropped it"
         what = "gradient record" if has_homes else "checkpoint"
         if has_homes and not facts["holder"]:
-            why = "came after the newest checkpoint: a kill came before the next one, or lightck dropped it"
+            why = "is newer than the newest checkpoint: a kill came before the next one, or lightck dropped the record"
         print_line(f"slot {each['slot']}: the {what} of generation {each['generation']} {why}; it is not committed")
 
 
@@ -330,8 +330,8 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     if shown["tied"]:
         yield "tied", listed(f"{_short(a)} = {_short(b)}" for a, b in shown["tied"].items())
     if shown["parts"]:
-        said = "is a part of a tensor" if shown["parts"] == 1 else "are parts of tensors"
-        yield "parts", f"{count(shown['parts'], 'tensor')} {said} that the ranks hold together: --tensors shows which"
+        words = "is a part of a tensor" if shown["parts"] == 1 else "are parts of tensors"
+        yield "parts", f"{count(shown['parts'], 'tensor')} {words} that the ranks hold together: --tensors shows which"
     if shown["layout"] is not None:
         layout = shown["layout"]
         of_stages = f", stage {layout['stage']} of {layout['stages']}" if layout["stages"] > 1 else ""
@@ -347,7 +347,7 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
         yield "extra", listed(shown["extra_state"])
     if shown["loaders"]:
         yield "loaders", listed(shown["loaders"])
-    if shown["closed_by"] != ClosingEvent.SAVE.value:  # nothing restores those of a save
+    if shown["closed_by"] != ClosingEvent.SAVE.value:  # nothing restores those of a save without a session
         yield "random", ", ".join(shown["rng"])
     yield "made with", ", ".join(f"{key} {value}" for key, value in shown["made_with"].items())
 

@@ -1,6 +1,7 @@
 """What ``lightck inspect`` says of a tier: its claims, its checkpoints, what they share, and what the newest one holds.
 
-Manifests are read, and of one checkpoint its layout table and the manifest of its pool; no tensor is.
+It reads the tier's manifests, and of one checkpoint also the pool's layout table and the manifest of its slot. It reads
+no tensor.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def tier_facts(path: str, step: int | None, contents_of: ContentsOf) -> Facts:
         "nbytes": sum(each["nbytes"] for each in claims),
         "compressed": _compressed(found.candidates),
         "claims": claims,
-        "checkpoints": _checkpoints(store, listing, found.newest_of_each_step),
+        "checkpoints": _checkpoints(store, listing, found.without_repeats),
         "unreadable": found.unreadable,
         "shown": _shown(wanted, contents_of, found.unreadable),
     }
@@ -73,13 +74,13 @@ def _claims(store: Store, listing: Listing, candidates: Sequence[Candidate]) -> 
     checkpoints = {each.checkpoint for each in candidates}
     sizes = _named_objects(candidates)
     for claim in sorted(listing.claims, reverse=True):
-        file = claim_if_there(store, claim)
+        content = claim_if_there(store, claim)
         own = {name: nbytes for name, nbytes in sizes.items() if name.writer.claim == claim}
         unnamed = [each for each in listing.objects if each.writer.claim == claim and each not in own]
         yield {
             "claim": str(claim),
-            "written_by": None if file is None else file.written_by,
-            "path": [{"claim": str(each.claim), "step": each.step} for each in (file.path if file else ())],
+            "written_by": None if content is None else content.written_by,
+            "path": [{"claim": str(each.claim), "step": each.step} for each in (content.path if content else ())],
             "checkpoints": sum(each.claim == claim for each in checkpoints),
             "objects": len(own),
             "nbytes": sum(own.values()),
@@ -93,7 +94,7 @@ def _named_objects(candidates: Sequence[Candidate]) -> Mapping[ObjectName, int]:
 
 
 def _compressed(candidates: Sequence[Candidate]) -> list[Facts]:
-    """Return one object for each codec: how many bytes its objects have, and how many they were made from."""
+    """Return one row for each codec: how many objects of the tier it compressed, and their bytes after and before."""
     objects = {sent.name: sent for each in candidates for sent in each.objects if sent.coding is not None}
     found: dict[str, Facts] = {}
     for sent in objects.values():
@@ -116,14 +117,14 @@ def _nbytes_of(store: Store, names: Sequence[ObjectName]) -> int | None:
 
 
 def _checkpoints(store: Store, listing: Listing, candidates: Sequence[Candidate]) -> list[Facts]:
-    """Return one object for each checkpoint, newest first."""
+    """Return one row for each checkpoint, newest first."""
     from lightck.tiers.claiming import claim_if_there
     from lightck.tiers.decisions import on_path
 
     highest = max(listing.claims, default=None)
-    file = claim_if_there(store, highest) if highest is not None else None
-    path = () if file is None else file.path
-    come_through = on_path((each.checkpoint for each in candidates), highest, path) if highest is not None else set()
+    content = claim_if_there(store, highest) if highest is not None else None
+    path = () if content is None else content.path
+    history = on_path((each.checkpoint for each in candidates), highest, path) if highest is not None else set()
     known: dict[Claim, set[ObjectName]] = {}
     rows = []
     for each in reversed(candidates):
@@ -134,13 +135,14 @@ def _checkpoints(store: Store, listing: Listing, candidates: Sequence[Candidate]
         first = each.manifests[0]
         more = {"generation": first.record.payload_generation, "incarnation": first.incarnation}
         row = tier_checkpoints.row(each) | more
-        row |= {"objects": len(objects), "new_nbytes": new, "on_path": each.checkpoint in come_through}
+        row |= {"objects": len(objects), "new_nbytes": new, "on_path": each.checkpoint in history}
         rows.append(row | {"codecs": sorted(set().union(*(manifest.codecs for manifest in each.manifests)))})
     return rows[::-1]
 
 
 def _shown(candidates: Sequence[Candidate], contents_of: ContentsOf, unreadable: list[Facts]) -> Facts | None:
-    """Return what the first checkpoint holds that can be used. What cannot is added to ``unreadable``."""
+    """Return what the first usable checkpoint holds. Those before it, which cannot be used, are appended to
+    ``unreadable``."""
     from lightck.errors import CorruptPoolError
     from lightck.pool.format.structures import DamagedError
     from lightck.tiers.fetching import metadata_to_memory
@@ -212,7 +214,7 @@ def _remarks(facts: Facts) -> Iterator[str]:
     for each in facts["checkpoints"]:
         if not each["on_path"]:
             at = f"step {each['step']} (claim {each['claim']})"
-            yield f"{at}: the training of the newest claim did not come through it"
+            yield f"{at}: it is not in the history of the training of the newest claim"
     for each in facts["unreadable"]:
         yield f"step {each['step']} (claim {each['claim']}) cannot be used: {each['reason']}"
     unnamed = sum(each["unnamed_objects"] for each in facts["claims"])

@@ -38,7 +38,7 @@ def facts_of(path: str, options: dict[str, str]) -> Facts:
     store = open_tier(path, options)
     listing = store.listing()
     found = tier_checkpoints.find(store, listing)
-    rows = [tier_checkpoints.row(each) for each in found.newest_of_each_step]
+    rows = [tier_checkpoints.row(each) for each in found.without_repeats]
     return {"path": path, "run": run_of(store, listing), "checkpoints": rows, "unreadable": found.unreadable}
 
 

@@ -39,8 +39,8 @@ ROOM_NBYTES = 192 << 20
 _COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
 """The bytes of one copy, the number of rounds of copies that count, and the seconds after which no round begins."""
 _WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
-"""For the warm-up, and for the rounds that count: the smallest and the largest number of rounds of trainings, and the
-seconds after which no further round begins."""
+"""(smallest number of rounds of trainings, largest number, seconds after which no further round begins): for the
+warm-up, and for the rounds that count."""
 _CONTEXT, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
 """The number of bytes from which the next byte is predicted, the width of the layers, the batch size, and the number of
 values of a byte. They are chosen so that the step time per byte of state equals that of GPT-2 with a batch of 8 texts

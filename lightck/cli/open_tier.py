@@ -30,7 +30,7 @@ def is_of_ranks(path: str) -> bool:
 
 
 def open_tier(path: str, options: Options | None = None) -> Store:
-    """Return the store of a tier. ``options``: of ``--store-option``. Raises ``TierError``, and a usage error if there
+    """Return the store of a tier. ``options``: as for ``options_of``. Raises ``TierError``, and a usage error if there
     is no tier."""
     from lightck.tiers.open_store import is_url, open_store
 
@@ -52,7 +52,8 @@ def _usage_errors() -> Iterator[None]:
 
 
 def options_of(path: str, options: Options | None = None) -> Options | None:
-    """Return the options of a tier: those that were passed, or for a URL those of the command."""
+    """Return the options of a tier: ``options``, if given; otherwise, for a URL, the values of ``--store-option`` of
+    the command that runs."""
     from lightck.tiers.open_store import is_url
 
     context = click.get_current_context(silent=True)

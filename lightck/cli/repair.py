@@ -66,9 +66,8 @@ def _repair_pool(path: str, sources: tuple[str, ...]) -> Repaired:
     for each in sources:
         if not is_tier(each):
             usage_error(
-                f"A pool is repaired from a tier, and {each!r} is none. If it is a pool of the same run, write its "
-                "newest checkpoint into a new pool, lightck compact OTHER NEW, and give that the name of the damaged "
-                "one."
+                f"A pool is repaired from a tier, and {each!r} is none. If it is a pool of the same run, make a new "
+                "pool of its newest checkpoint: `lightck compact OTHER NEW`. Then give NEW the name of the damaged one."
             )
     return repair_pool(path, [open_tier(each) for each in sources], progress_bar)
 

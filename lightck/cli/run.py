@@ -1,7 +1,7 @@
 """``lightck run``: runs a command, and then waits for the drains of its trainings.
 
-A drain outlives its training. Where the end of the command ends everything (the first process of a container, a step of
-a batch job), it could not. This process adopts the drains (they are its grandchildren), and ends after them.
+A drain outlives its training. If the container, or the step of a batch job, ends as soon as its first process ends, the
+drain is killed with it. So this process adopts the drains (they are its grandchildren), and ends after them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _KEYS = (signal.SIGINT, signal.SIGQUIT)
 )
 @click.argument("words", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(words: tuple[str, ...]) -> int:
-    """Run COMMAND, pass signals on to it, and return its exit status, when the processes that send its checkpoints to
-    tiers have ended too: lightck run -- python train.py
+    """Run COMMAND, and pass signals on to it. Then wait until the processes that send its checkpoints to tiers have
+    ended too, and return the exit status of COMMAND: lightck run -- python train.py
 
-    They take ten minutes at most. A second SIGTERM or Ctrl-C after the end of COMMAND ends the wait.
+    These processes take ten minutes at most. A second SIGTERM or Ctrl-C after the end of COMMAND ends the wait.
     """
     _adopt_orphans()
     arrived: list[int] = []
@@ -78,7 +78,7 @@ def _adopt_orphans() -> None:
 
 
 def _wait_for_drains() -> None:
-    said = False
+    has_announced = False
     n_signals = 0
 
     def count(*_: object) -> None:
@@ -87,9 +87,9 @@ def _wait_for_drains() -> None:
 
     with signals_handled(count, *ANNOUNCING_SIGNALS):
         while _drains() and n_signals < 2:
-            if not said:
+            if not has_announced:
                 print_progress("waiting until the newest checkpoint is in its tiers")
-                said = True
+                has_announced = True
             time.sleep(_PAUSE_SECONDS)
 
 

@@ -32,7 +32,7 @@ times."""
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint that a commit record names and that was not overwritten.
+    """A checkpoint that a commit record, or the chain of a newer checkpoint, names and that was not overwritten.
 
     state: ``committed``: recovery can return the checkpoint. ``dead``: the training was later resumed from an older
     step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
@@ -47,8 +47,8 @@ class FoundCheckpoint:
     are None."""
     stored: StoredCheckpoint | ReplayedCheckpoint | None
     contents: Contents | None
-    """Its entries are those that the manifest names. (In a pool with gradient records, optimizer state may appear in
-    the updates that are made again.)"""
+    """Its entries are those that the manifest names. (In a pool with gradient records, a replay of updates may create
+    optimizer state that is not among them.)"""
 
     @property
     def step(self) -> int:
@@ -63,7 +63,7 @@ class FoundCheckpoint:
         return None if self.contents is None else sum(entry.nbytes for entry in self.contents.entries.values())
 
     @property
-    def is_offered(self) -> bool:
+    def is_recovered_by_default(self) -> bool:
         """Whether recovery returns the checkpoint without being asked for its step."""
         return self.stored is not None and self.state in (COMMITTED, RECORDED)
 
@@ -187,7 +187,7 @@ def _with_gradients(
             continue
         if isinstance(one, RejectedCheckpoint):
             yield FoundCheckpoint(record, REJECTED, one.reason, None, None)
-        elif not places.are_overwritten_of(one.gradient_checkpoint):
+        elif not places.is_overwritten(one.gradient_checkpoint):
             try:
                 contents = replace(parse_state(one), entries=one.listed_entries)
             except DamagedError as error:
@@ -236,8 +236,8 @@ def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckp
 
 
 def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
-    """Whether the slot still holds the bytes that the commit record names. True if the slot's header is damaged: only a
-    header that names a newer checkpoint shows that the slot was reused."""
+    """Whether the slot may still hold the bytes that the commit record names. False only if the slot's header names a
+    newer checkpoint; a damaged header does not show that the slot was reused."""
     return not reader.has_lost_slot(record)
 
 
@@ -249,7 +249,7 @@ def is_overwritten(checkpoint: FoundCheckpoint) -> bool:
         return True
     if isinstance(stored, StoredCheckpoint):
         return False
-    return places_of(stored.reader).are_overwritten_of(stored.gradient_checkpoint)
+    return places_of(stored.reader).is_overwritten(stored.gradient_checkpoint)
 
 
 def places_of(reader: PoolReader) -> Places:
@@ -268,7 +268,7 @@ def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> 
     """Return the first readable checkpoint in the order of recovery, or None if there is none. If ``step`` is None,
     dead checkpoints are skipped."""
     readable = (each for each in checkpoints if each.stored is not None)
-    return next((each for each in readable if step is not None or each.is_offered), None)
+    return next((each for each in readable if step is not None or each.is_recovered_by_default), None)
 
 
 def unfinished(reader: PoolReader, found: Sequence[FoundCheckpoint]) -> list[tuple[int, int]]:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 class Found(NamedTuple):
     candidates: list[Candidate]
-    """The complete checkpoints whose manifests can be read, newest first. What was sent twice is there twice."""
+    """The complete checkpoints whose manifests can be read, newest first. A checkpoint that was sent twice is in the
+    list twice."""
     unreadable: list[Facts]
-    """Of the others: ``step``, ``claim``, ``reason``."""
+    """A dict with ``step``, ``claim`` and ``reason`` for each checkpoint of which a manifest cannot be used."""
 
     @property
-    def newest_of_each_step(self) -> list[Candidate]:
+    def without_repeats(self) -> list[Candidate]:
+        """Each checkpoint (claim and step) once, as it was sent last."""
         found: dict[TierCheckpoint, Candidate] = {}
         for each in self.candidates:
             found.setdefault(each.checkpoint, each)
@@ -49,8 +51,8 @@ def row(found: Candidate) -> Facts:
 
 
 def table(rows: Sequence[Facts]) -> list[str]:
-    """Return the lines of a table of ``row``. A column for bytes that no older checkpoint has is there if they have
-    ``new_nbytes``."""
+    """Return the lines of a table of rows (``row``). If the rows have ``new_nbytes``, the table has a column for the
+    bytes that no older checkpoint of the claim has."""
     has_new = any("new_nbytes" in each for each in rows)
     cells = [("step", "sent", "size", *["new"] * has_new, "claim", "metrics")]
     for each in rows:

@@ -40,8 +40,8 @@ def command(
 ) -> int:
     """Show the times of each step in FILE, which session.trace() wrote. Perfetto (ui.perfetto.dev) opens it too.
 
-    stall: the time that lightck took from the training thread; overlap: the share of the bytes that copy threads copied
-    while forward, backward or update ran; helped: the share that the training thread copied.
+    stall: the time that lightck took from the training thread; overlap: the share of all copied bytes that copy threads
+    copied during forward, backward, communication or update; helped: the share that the training thread copied.
     """
     ranged = begin is not None or end is not None
     if svg is None and (step is not None or ranged or overwrite):

@@ -53,7 +53,7 @@ writing the structure, its check succeeds at the next read.)"""
 @click.option(
     "--replay",
     is_flag=True,
-    help="Make the updates of gradient records again, and compare the result with the records.",
+    help="Replay the updates of gradient records, and compare the result with the records.",
 )
 @step_option
 @any_store_option
@@ -85,22 +85,22 @@ def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool
 
 
 def refuse_replay(path: str) -> NoReturn:
-    """Raise the error for ``--replay`` where no update can be made again."""
+    """Raise the error for ``--replay`` where there is no update to replay."""
     usage_error(
-        f"--replay makes the updates of gradient records again, and {path!r} holds none: its checkpoints are complete. "
+        f"--replay replays the updates of gradient records, and {path!r} holds none: its checkpoints are complete. "
         "Leave out --replay."
     )
 
 
 def pool_facts(path: str, step: int | None, deep: bool, *, replays: bool = False) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``replays``: make updates again."""
+    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``replays``: replay updates."""
     with stored_checkpoints.open_reader(path) as reader:
         if replays and not reader.superblock.has_gradients:
             refuse_replay(path)
         structures = list(_structures(reader))
         checkpoints = _checkpoints(reader, step, deep, replays=replays)
-        offered = stored_checkpoints.COMMITTED, stored_checkpoints.RECORDED
-        usable = [row for row in checkpoints if row["recoverable"] and row["state"] in offered]
+        states = stored_checkpoints.COMMITTED, stored_checkpoints.RECORDED
+        usable = [row for row in checkpoints if row["recoverable"] and row["state"] in states]
         damaged = [row for row in checkpoints if row["damage"]]
         return {
             "pool": reader.path,
@@ -136,7 +136,7 @@ def _structure(name: str, reason: str | None, is_explained: bool = False) -> Fac
 
 CheckResult = tuple[str | None, bool]
 """(reason, is_explained). ``reason``: what is wrong with a structure; None: nothing is wrong. ``is_explained``: whether
-a kill explains the reason, so that the structure does not count as damaged."""
+a kill explains the reason, so that the structure does not count as damaged; meaningless if nothing is wrong."""
 
 
 def _stable_result(check: Callable[[], CheckResult]) -> CheckResult:
@@ -178,10 +178,10 @@ def _check_record(reader: PoolReader, position: int) -> CheckResult:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    The first 8 bytes of such a record still hold the generation of the record that it overwrote. No two records have
-    the same generation. So if a readable record has this generation, the first 8 bytes are damaged, and the result is
-    False. The missing generation is that of the payload or, for an adoption, a larger one. Possible generations are
-    tried until the checksum of the record matches.
+    The first 8 bytes of such a record still hold the generation of the record that it overwrote. That record is gone,
+    and no two records have the same generation. So if a readable record has this generation, the first 8 bytes are
+    damaged, and not merely unwritten: the result is False. The missing generation is that of the payload or, for an
+    adoption, a larger one. Possible generations are tried until the checksum of the record matches.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -238,7 +238,7 @@ def _checked(
     total = sum(nbytes) if all_blocks else max(nbytes, default=0)
     with progress_bar("verifying", total) as advance:
         for checkpoint in found:
-            reads_blocks = all_blocks or (not is_one_intact and checkpoint.is_offered)
+            reads_blocks = all_blocks or (not is_one_intact and checkpoint.is_recovered_by_default)
             row = _row(reader, checkpoint, reads_blocks, advance, replays=replays)
             if row["damage"] and checkpoint.generation < newest.get(checkpoint.record.slot, 0):
                 continue  # the slot holds a newer checkpoint, although the slot's header names this checkpoint
@@ -348,10 +348,10 @@ def _good_words(checkpoint: Facts) -> str:
     if checkpoint["spare"] is None:
         return f"every block matches its checksum ({nbytes})"
     what = "bases, older bases and records" if checkpoint["spare"] == "verified" else "bases and records"
-    said = f"every block of its {what} matches its checksum ({nbytes} of state)"
+    words = f"every block of its {what} matches its checksum ({nbytes} of state)"
     if checkpoint["replayed"]:
-        said += "; its updates, made again, match the records"
-    return said
+        words += "; its replayed updates match the records"
+    return words
 
 
 def _damage_words(damage: Facts) -> str:
@@ -372,7 +372,7 @@ def _show_verdict(facts: Facts, path: str) -> None:
             print_verdict("OK: nothing that was read is damaged.", good=True)
         elif _is_replay_open(facts):
             print_verdict(f"OK: every byte that step {step} needs is intact.", good=True)
-            print_line(f"To make its updates again and compare them: lightck verify --replay {shlex.quote(path)}")
+            print_line(f"To replay its updates and compare the result: lightck verify --replay {shlex.quote(path)}")
         else:
             print_verdict(f"OK: step {step} can be recovered.", good=True)
     elif step is None:
@@ -388,7 +388,7 @@ def _show_verdict(facts: Facts, path: str) -> None:
 
 
 def _is_replay_open(facts: Facts) -> bool:
-    """Whether the recoverable step is made by updates that were not made again here."""
+    """Whether the recoverable step needs updates that were not replayed here."""
     rows = [row for row in facts["checkpoints"] if row["step"] == facts["recoverable_step"] and row["recoverable"]]
     return any(row["spare"] is not None and row["replayed"] is None for row in rows)
 

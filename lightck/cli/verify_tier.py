@@ -1,8 +1,8 @@
 """What ``lightck verify`` says of a tier: its claims, the manifests and objects of each checkpoint, and their bytes.
 
-Of each checkpoint the manifest is checked, and whether its objects are there with their lengths. The newest one is
-fetched to memory, until one is whole, and each of its blocks is compared with the checksum that the training computed.
-``--deep`` fetches all of them, one after the other, and compares the SHA-256 of each object with its name.
+Of each checkpoint the manifest is checked, and whether its objects are there with their lengths. From the newest
+checkpoint on, they are fetched to memory until one is intact, and each of their blocks is compared with the checksum
+that the training computed. ``--deep`` fetches all of them, and compares the SHA-256 of each object with its name.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _claims(store: Store, listing: Listing) -> Iterator[Facts]:
 
 
 def _checkpoints(store: Store, listing: Listing, step: int | None, *, deep: bool) -> list[Facts]:
-    """Return one object for each checkpoint that was not removed meanwhile, newest first."""
+    """Return one row for each checkpoint that was not removed meanwhile, newest first."""
     from lightck.tiers.reading import is_gone
 
     found = tier_checkpoints.find(store, listing, step)
@@ -113,7 +113,8 @@ def _unreadable(one: Facts) -> Facts:
 def _checked(
     store: Store, found: Candidate, known: dict[ObjectName, str | None], *, is_read: bool, deep: bool
 ) -> Facts:
-    """Check one checkpoint. ``known``: what was found out about objects, which several checkpoints may name."""
+    """Check one checkpoint. ``known``: a cache, because several checkpoints may use one object: object -> its damage;
+    None: it is intact."""
     from lightck.pool.format.structures import DamagedError
 
     row: Facts = {
@@ -222,7 +223,9 @@ def _show_verdict(facts: Facts) -> None:
         else:
             print_verdict("OK, and empty: no checkpoint was sent whole yet.", good=True)
     elif any(each["damaged"] for each in facts["structures"]):
-        print_verdict("DAMAGED. Nothing is recovered from this tier until that claim is moved out of it.", good=False)
+        print_verdict(
+            "DAMAGED. Nothing is recovered from this tier until the damaged claims are moved out of it.", good=False
+        )
     elif step is None:
         print_verdict(
             "DAMAGED, and no checkpoint that was checked can be recovered. Use the pool, or another tier.", good=False

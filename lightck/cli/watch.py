@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _POLL_SECONDS = 0.1
-"""How long a new checkpoint may stay unseen, so that its age is right by as much."""
+"""The pause between two polls. The age that is shown may be too small by this much."""
 _EVENTS = {
     "started": "a training has opened the pool",
     "ended": "the training has ended: the pool is not open any more",

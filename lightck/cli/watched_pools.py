@@ -31,7 +31,7 @@ from lightck.ranks.directory import existing_pools, worlds_of
 ATTEMPTS = 20
 """How often a pool is read whose checkpoints a training overwrites during the read."""
 _SAMPLES_MAX = 10
-"""The steps per second are those of so many intervals."""
+"""The steps per second are those between the oldest and the newest of this number of samples."""
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
         self.newest: tuple[int, int] | None = None
         """(incarnation, step)."""
         self._since: float | None = None
-        """When its step was first seen; None before the first look."""
+        """When the step was last seen to change, at first the time of the first look; None before that."""
         self._is_since_start = True
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES_MAX)
 
@@ -60,7 +60,8 @@ class Progress:
         self._since = time.monotonic()
 
     def facts(self) -> Facts:
-        """Return the keys of the newest checkpoint. Call it once in each interval."""
+        """Return the part of the JSON object that describes the newest checkpoint: step, incarnation, age and rate.
+        Call it once in each interval."""
         incarnation, step = self.newest or (None, None)
         age = rate = None
         if step is not None and self._since is not None:
@@ -115,7 +116,7 @@ class WatchedPool:
             if records or reader.commit_log().is_empty:
                 break
         else:
-            return  # seen at the next poll
+            return  # all checkpoints were overwritten during each read; the next poll tries again
         self.ids = frozenset((one.incarnation, one.step) for one in records)
         self.progress.see((records[0].incarnation, records[0].step) if records else None)
 
@@ -240,7 +241,7 @@ def watched(path: str) -> WatchedPool | WatchedGroup:
 
 
 def tier_facts(path: str) -> Facts:
-    """Return the newest complete checkpoint of a tier: its names are listed, and nothing is read."""
+    """Return the newest complete checkpoint of a tier. The tier's file names are listed, and no file is read."""
     from lightck.tiers.decisions import manifests_of, newest_complete
     from lightck.tiers.open_store import open_store
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from lightck._native import CData
 
 _CHECKED_BYTES = 4 << 10
-"""Bytes that are read of each tensor. A tensor of at most this size is read whole."""
+"""At most this many bytes are read of a tensor. A tensor of at most this size is read whole."""
 _CHECKED_TENSORS = 16
-"""``_MANY_WORDS`` words are read of each of the first ``_CHECKED_TENSORS`` tensors of a batch, and ``_FEW_WORDS`` words
-of each further tensor."""
+"""Of a larger tensor, ``_MANY_WORDS`` words are read if it is among the first ``_CHECKED_TENSORS`` tensors that are
+visited in a batch (a container is visited from its end), and ``_FEW_WORDS`` words otherwise."""
 _CHECKED_PARTS = 256
 """The largest number of objects of a batch, containers included, that are read, so that a checksum takes
 microseconds."""
@@ -38,19 +38,20 @@ _WORD = 8
 """Bytes of a word. A large tensor is not read whole, but only at single words that are spread over it."""
 _MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
 _PARTIAL = 1
-"""The lowest bit of a checksum. It is set if the checksum does not cover the whole batch (a tensor on a device, an
-object)."""
+"""The lowest bit of a checksum. It is set if the batch has a part of which nothing could be read (a tensor on a device,
+an object). It is not set for a tensor of a subclass, of which only dtype and shape are covered, and not if the batch
+has more parts than are read."""
 
 
-TensorReads = dict[int, tuple[torch.Tensor, int, bytes | None]]
+TensorChecksums = dict[int, tuple[torch.Tensor, int, bytes | None]]
 """id of a tensor -> the tensor, its version counter when it was read, and its checksum (None if it could not be
 read)."""
 
 
-def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
+def checksum_of(batch: object, cache: TensorChecksums | None = None) -> int | None:
     """Return a checksum of 32 bits, or None if nothing in the batch can be compared. Compare checksums with `differ`.
-    ``read``: checksums of tensors that were read already, and are not read again. The checksums of the tensors that are
-    read now are added to it."""
+    ``cache``: checksums of tensors that were read already, and are not read again. The checksums of the tensors that
+    are read now are added to it."""
     found: list[bytes] = []
     partial_bit, is_comparable, tensors = 0, False, 0
     todo = [batch]
@@ -61,9 +62,9 @@ def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
         kind = type(item)
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
-            raw = _read(item, tensors <= _CHECKED_TENSORS, read)  # type: ignore[arg-type]
+            raw = _read(item, tensors <= _CHECKED_TENSORS, cache)  # type: ignore[arg-type]
             found.append(_dtype_and_shape(item.dtype, item.shape))  # type: ignore[attr-defined]
-        elif (parts := _parts(item)) is not None:
+        elif (parts := _contents(item)) is not None:
             todo.extend(parts)
             continue
         else:
@@ -82,7 +83,7 @@ def differ(was: int, now: int) -> bool:
 
 
 def is_partial(checksum: int) -> bool:
-    """Whether the checksum does not cover the whole batch, because of tensors on a device or objects."""
+    """Whether the batch has parts of which nothing could be read (see ``_PARTIAL``)."""
     return bool(checksum & _PARTIAL)
 
 
@@ -91,7 +92,7 @@ def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"{dtype}{tuple(shape)}".encode()
 
 
-def _parts(item: object) -> Iterable[object] | None:
+def _contents(item: object) -> Iterable[object] | None:
     """Return what a container holds, or None for any other object. Subclasses (named tuples, tokenizers' encodings)
     are containers as well; none of their code runs."""
     if isinstance(item, list):
@@ -104,7 +105,8 @@ def _parts(item: object) -> Iterable[object] | None:
 
 
 def _sampled_items(count: int, get: Callable[[int], object]) -> Iterable[object]:
-    """Return all items of a short list, or its length and some of its items. ``get``: returns one item."""
+    """Return the items of a short list; of a long one, its length followed by some of its items. ``get``: returns one
+    item."""
     if count <= _CHECKED_ITEMS:
         return map(get, range(count))
     return [count, *map(get, sample_positions(count, _CHECKED_ITEMS).tolist())]
@@ -134,14 +136,14 @@ def _leaf_bytes(item: object) -> bytes | None:
     return None
 
 
-def _read(item: torch.Tensor, is_thorough: bool, read: TensorReads | None) -> bytes | None:
+def _read(item: torch.Tensor, is_thorough: bool, cache: TensorChecksums | None) -> bytes | None:
     """Return the checksum of many words (``is_thorough``) or of few words of a tensor; None if it cannot be read."""
-    if read is None or not is_thorough:
+    if cache is None or not is_thorough:
         return _tensor_checksum(item, _MANY_WORDS if is_thorough else _FEW_WORDS)
-    known = read.get(id(item))
+    known = cache.get(id(item))
     version = -1 if item.is_inference() else item._version
     if known is None or known[1] != version or version < 0:
-        known = read[id(item)] = item, version, _tensor_checksum(item, _MANY_WORDS)
+        known = cache[id(item)] = item, version, _tensor_checksum(item, _MANY_WORDS)
     return known[2]
 
 
@@ -199,7 +201,7 @@ def _word_offsets(total: int, count: int) -> CData:
 
 @lru_cache(maxsize=256)
 def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
-    """Return ``count`` fixed numbers from 0 to ``total`` - 1. ``count`` is smaller than ``total``.
+    """Return ``count`` fixed numbers from 0 to ``total`` - 1. ``count`` is at most ``total``.
 
     The range is split into ``count`` equal intervals, and each number lies in one of them, at a pseudo-random distance
     from its beginning (splitmix64). Equal distances could hit the same columns of every row."""

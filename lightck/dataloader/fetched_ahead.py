@@ -32,6 +32,7 @@ class FetchedAheadCheck:
         """``may_keep_batch``: whether an object that the user passed in ``state=`` might hold the waiting batch. If so,
         nothing is checked."""
         self._is_over = may_keep_batch
+        """Whether nothing is left to check."""
         self._has_fetched = False
         """Whether a session loader gave a batch since the last update."""
         self._has_forward_before_fetch = False

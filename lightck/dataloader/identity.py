@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightck")
 
-Drift = dict[str, tuple[object, object]]
+LoaderDrift = dict[str, tuple[object, object]]
 """Differences between the saved loader and the current one: property -> (saved value, current value)."""
 
 
@@ -44,7 +44,7 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
                     "loader a name= of its own."
                 )
         for other in known:
-            if other.has_trained:
+            if other.has_trained_here:
                 raise SessionError(
                     f"session.loader() was called without a name= after the training used loader {other.name!r}. "
                     "Loaders without a name= are numbered in the order of the calls, so a resumed run could take one "
@@ -83,12 +83,12 @@ def _plain(count: SupportsInt | None) -> int | None:
 
 def identity_of(loader: object, stateful: bool) -> Identity:
     """Return the properties of a loader that must not change between a checkpoint in mid-pass and its resume.
-    ``stateful``: the result of ``is_stateful``."""
+    ``stateful``: see ``is_stateful``."""
     if isinstance(loader, DataLoader):
         return {"length": _length(loader), **_options_of(loader)}
     dataloader = inner_dataloader(loader)
-    of_wrapper: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
-    return of_wrapper if dataloader is None or stateful else {**_options_of(dataloader), **of_wrapper}
+    own: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    return own if dataloader is None or stateful else {**_options_of(dataloader), **own}
 
 
 def _options_of(loader: DataLoader[object]) -> Identity:
@@ -118,14 +118,14 @@ def has_one_pass(loader: object) -> bool:
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drift_of(position: Position, kind: str, n_generators: int, identity: Identity) -> Drift:
+def drift_of(position: Position, kind: str, n_generators: int, identity: Identity) -> LoaderDrift:
     """Return the properties in which a loader differs from the saved one. The length is left out: it is compared when
-    the pass is continued. ``kind``: "plain" or "stateful". ``n_generators``: number of random generators that the
-    loader owns. ``identity``: the result of ``identity_of`` for this loader."""
+    the pass is continued. ``kind``: "plain" or "stateful" (see ``is_stateful``). ``n_generators``: number of random
+    generators that the loader owns. ``identity``: the result of ``identity_of`` for this loader."""
     then = position.identity
     # In version 1, fewer properties of a wrapper were saved, so only those are compared.
     keys = then if position.version < 2 else {**then, **identity}
-    drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
+    drift: LoaderDrift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {
         "the kind of loader": (position.kind, kind),
         "the number of its random generators": (len(position.generators), n_generators),
@@ -133,7 +133,7 @@ def drift_of(position: Position, kind: str, n_generators: int, identity: Identit
     return {key: (before, after) for key, (before, after) in drift.items() if before != after}
 
 
-def report_drift(name: str, drift: Drift, position: Position) -> None:
+def report_drift(name: str, drift: LoaderDrift, position: Position) -> None:
     """Warn that a loader differs from the saved one. Raises ``DriftError`` if batches of the restored pass are left,
     because another loader would give other batches."""
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
@@ -188,13 +188,14 @@ def refuse_unforwarded(loader: object, name: str) -> None:
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether the loader's own ``state_dict`` and ``load_state_dict`` restore its pass."""
+    """Whether the loader is *stateful*: its own ``state_dict`` and ``load_state_dict`` restore its pass. Any other
+    loader is *plain*."""
     if is_accelerated(loader):
         return False  # its methods do not restore a pass: see wrapped_loader.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-DRAWS_IN_ITEMS = (
+ITERABLE_IN_PROCESS_RISK = (
     "the loader has an iterable dataset and no workers. If the dataset draws from the global random generators at each "
     "item, or begins a pass where the last one ended, the batches of a pass cannot be fetched again exactly. Then use "
     "num_workers >= 1, give the dataset a generator of its own, or use torchdata's StatefulDataLoader"
@@ -219,5 +220,5 @@ def replay_risk(loader: object) -> str | None:
     if not isinstance(loader, DataLoader):
         return None
     if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
-        return DRAWS_IN_ITEMS
+        return ITERABLE_IN_PROCESS_RISK
     return None

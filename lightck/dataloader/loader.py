@@ -1,9 +1,9 @@
 """``session.loader(dl)``: an iterable over a training loader whose position is part of every checkpoint.
 
-Invariant: after a restore the wrapped loader gives the batches that the killed run would have given, and the global
-generators draw what they would have drawn. A plain loader is replayed: its iterator is created from the random state at
-the beginning of the pass, and the batches given before are fetched and dropped. A loader with ``state_dict`` loads its
-own state. This module decides no boundary and writes no checkpoint: it reports each ``next()`` to its host.
+Invariant: after a restore the wrapped loader gives the batches that the interrupted run would have given, and the
+global generators draw what they would have drawn. A plain loader is replayed: its iterator is created from the random
+state at the beginning of the pass, and the batches given before are fetched and dropped. A loader with ``state_dict``
+loads its own state. This module decides no boundary and writes no checkpoint: it reports each ``next()`` to its host.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader.batch import TensorReads, checksum_of, differ
+from lightck.dataloader.batch import TensorChecksums, checksum_of, differ
 from lightck.dataloader.identity import (
-    DRAWS_IN_ITEMS,
+    ITERABLE_IN_PROCESS_RISK,
     POSSIBLE_REASONS,
     TAKEN_BEFORE,
     drift_of,
@@ -56,7 +56,7 @@ log = logging.getLogger("lightck")
 
 
 class SessionLoader:
-    """An iterable over ``dl`` that marks the boundary at each ``next()`` and continues from a checkpoint's position.
+    """An iterable over ``dl`` that reports each ``next()`` to the session, and continues from a checkpoint's position.
 
     ::
 
@@ -84,15 +84,15 @@ class SessionLoader:
     """Whether the loader may fetch ahead of the batches that it gives."""
     is_begun = False
     """Whether the loader was iterated in this process."""
-    _has_trained = False
+    _had_training_pass = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
     _n_given_before = 0
-    """Number of batches given in earlier passes, those that the restored pass gave in earlier runs included."""
+    """Number of batches that earlier passes took, replayed ones included (of a preview only those that it gave)."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
     _ends_at_once = False
-    """Whether the restored pass has no batch left, and the loader differs from the one that was saved."""
+    """Whether the restored pass gives nothing more: it had no batch left, and the loader differs from the saved one."""
     _start_read: StartRead | None = None
     """The last reading of ``start``; None before the first one."""
 
@@ -114,8 +114,8 @@ class SessionLoader:
             host: the session.
             name: the name of the position, also for messages.
             restored: what `position` returned for the restored checkpoint. Untrusted.
-            rng_at_iter: apply the restored random state at the first ``iter()``, because no loader was in a pass when
-                the checkpoint closed. Otherwise the first ``next()`` of a loader that was in a pass applies it.
+            rng_at_iter: True if no loader was in a pass when the checkpoint closed. Then the first ``iter()`` applies
+                the restored random state; otherwise the first ``next()`` of a restored pass does.
             is_anew: the user passed ``anew=True``.
             objects: the objects of ``state=`` by name. Passes change the state of those that are part of ``dl``.
             skips: a resume in mid-pass fetches only the last batch that was given.
@@ -139,7 +139,7 @@ class SessionLoader:
         self._in_process = workers == 0
         self._persistent = workers > 0 and self._dataloader is not None and self._dataloader.persistent_workers
         self._makes_checksums = not self._stateful
-        self._tensor_reads: TensorReads = {}  # of the last batch
+        self._tensor_checksums: TensorChecksums = {}  # of the last batch
         self._risk = replay_risk(dl)
         self._epoch = 0
         self._pass: Pass | None = None
@@ -155,22 +155,22 @@ class SessionLoader:
         self._restored_position = self._pending
         self.is_anew = is_anew
         if self._risk is not None:
-            self._warn_risk(self._risk, logging.INFO if self._risk is DRAWS_IN_ITEMS else logging.WARNING)
+            self._warn_risk(self._risk, logging.INFO if self._risk is ITERABLE_IN_PROCESS_RISK else logging.WARNING)
 
     @property
-    def has_trained(self) -> bool:
+    def has_trained_here(self) -> bool:
         """Whether an earlier pass was a pass of the training loop, or this process made updates in the present one."""
         pass_ = self._pass
-        return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
+        return self._had_training_pass or (pass_ is not None and pass_.has_updates_here(self._host.updates))
 
     @property
     def is_training(self) -> bool:
-        """Whether an earlier pass or the present one is a pass of the training loop (`Pass.is_of_training`), so that
-        each ``next()`` belongs to that loop. An evaluation that left the model in eval mode does not change this."""
-        return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
+        """Whether an earlier pass or the present one is of the training loop (`Pass.is_of_training_loop`), so that each
+        ``next()`` belongs to that loop. An evaluation that left the model in eval mode does not change this."""
+        return self._had_training_pass or (self._pass is not None and self._is_of_training_loop(self._pass))
 
-    def _is_of_training(self, pass_: Pass) -> bool:
-        return pass_.is_of_training(self._host.updates, self.training_fetch_tick)
+    def _is_of_training_loop(self, pass_: Pass) -> bool:
+        return pass_.is_of_training_loop(self._host.updates, self.training_fetch_tick)
 
     @property
     def continues_restored_pass(self) -> bool:
@@ -198,9 +198,9 @@ class SessionLoader:
 
     @property
     def start(self) -> int:
-        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. While the
-        loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass. If
-        another number of ranks began the pass, the samples that they got count in batches of the present ranks."""
+        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. It stays at
+        this number until an update is made in the restored pass, or the loop leaves that pass. If another number of
+        ranks began the pass, the samples that they got are counted in batches of the present ranks."""
         self.position_was_read = True
         self._drop_used_position()
         pending = self._pending
@@ -235,7 +235,7 @@ class SessionLoader:
         pass_, updates, epoch = self._pass, self._host.updates, self._epoch
         previews, in_loop = self._previews.with_pass(pass_)
         if pass_ is not None and pass_.is_over(updates):
-            epoch += int(pass_.restored or pass_.has_trained(updates))
+            epoch += int(pass_.restored or pass_.has_updates(updates))
             pass_ = None
         if pass_ is None:
             state = PassState(inner=self._own_state(), pass_number=pass_number_of(self.loader))
@@ -245,7 +245,7 @@ class SessionLoader:
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
             in_pass=pass_ is not None,
-            trained=pass_ is not None and pass_.has_trained(updates),
+            trained=pass_ is not None and pass_.has_updates(updates),
             identity=self._identity,
             generators=(self._generators if pass_ is not None else self._generators.found_again()).states(),
             worker_rng=self._worker_rng,
@@ -307,17 +307,17 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
-        update in the present pass. A position between two passes, or in a pass without updates, is also used up after
-        any update since the restore, and if the present pass evaluates. Before this process begins a pass, nothing is
-        dropped. But after an update at that time the saved pass counts as finished, if no updates were made in it."""
+        """Drop the restored position if it is used up: the loop has left a pass that was no preview; or (if the saved
+        pass had updates) the present pass has made an update; or (otherwise) any update was made since the restore, or
+        the present pass evaluates. If no pass has begun in this process, nothing is dropped; but after an update a
+        saved pass without updates is counted as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
         is_later = self._host.updates > self._updates_at_start
         if pass_ is not None:
             had_updates = position.in_pass and position.trained
-            is_used = pass_.has_updated(self._host.updates) if had_updates else is_later or pass_.evaluates
+            is_used = pass_.has_updates_here(self._host.updates) if had_updates else is_later or pass_.evaluates
             if is_used or (pass_.was_left and not self.is_preview(pass_)):
                 self._pending = None
         elif is_later and position.in_pass and not position.trained:
@@ -355,7 +355,7 @@ class SessionLoader:
 
     def put_back(self) -> None:
         """Return to the restored position if the loop has left a pass since the restore. Call if a ``next()`` closed
-        the checkpoint: its position counts the passes before the loop already, and this run has made them again."""
+        the checkpoint: its position includes the passes before the loop, and this run has just made them again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return
@@ -398,10 +398,10 @@ class SessionLoader:
         if pass_ is not None:
             pass_.leave(self._host.updates)
             self._previews.left(pass_)
-            self._has_trained |= self._is_of_training(pass_)
+            self._had_training_pass |= self._is_of_training_loop(pass_)
             self._n_given_before += pass_.state.given
             self._end_tick = pass_.left_tick
-            self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
+            self._epoch += int(pass_.restored or pass_.has_updates(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
         """Restore what a loader keeps between passes: persistent workers, and a stateful loader's own state."""
@@ -409,8 +409,8 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # This iter() continues the finished pass of the loaded state, so that the next iter() begins a new
-                    # pass. It also draws random numbers; ``preserved`` undoes the draws.
+                    # The first iter() after a load continues the loaded, finished pass. It is made here, so that the
+                    # next one begins a new pass. It draws random numbers, too; ``preserved`` undoes the draws.
                     iter(self._dataloader)
         elif self._persistent and self._worker_rng is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -495,8 +495,8 @@ class SessionLoader:
         iter(self._dataloader)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[object], position: Position, is_exact: bool, skips: bool) -> None:
-        """Fetch and drop the batches given before, and compare the last one with its checksum. ``is_exact``: a
+    def _replay(self, inner: Iterator[object], position: Position, must_match: bool, skips: bool) -> None:
+        """Fetch and drop the batches given before, and compare the last one with its checksum. ``must_match``: a
         difference raises ``DriftError`` instead of a warning."""
         is_wrapper, given = not is_loader_of_torch(self.loader), position.state.given
         try:
@@ -506,13 +506,14 @@ class SessionLoader:
             report = ReplayReport(self.name, position.state.given)
             batch = replay(inner, position, self._generators.restore, report)
         except PassTooShort as ended:
-            fact = f"its pass ended after {'some' if skips else ended} of the {given} batches of the interrupted run"
+            n_found = "some" if skips else ended.args[0]
+            fact = f"its pass ended after {n_found} of the {given} batches of the interrupted run"
             raise replay_error(self.name, fact, is_wrapper) from None
         if position.state.checksum is not None and position.state.given:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.state.checksum, checksum):
                 fact = f"batch {given - 1} of the pass is not that of the interrupted run{SKIP_NOTE if skips else ''}"
-                if is_exact:
+                if must_match:
                     raise replay_error(self.name, fact, is_wrapper)
                 log.warning(
                     "lightck: loader %r: %s, so the training goes on with other data than the interrupted run. %s",
@@ -558,7 +559,7 @@ class SessionLoader:
             self._warn_risk(risk)
         self._count_batch(pass_, batch, before)
         self._host.loader_gave(
-            self, pass_, batch, pass_.state.checksum if self._makes_checksums else None, self._tensor_reads
+            self, pass_, batch, pass_.state.checksum if self._makes_checksums else None, self._tensor_checksums
         )
         return batch
 
@@ -581,17 +582,17 @@ class SessionLoader:
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.updates_at_fetch, pass_.fetched_tick, pass_.in_eval = self._host.updates, tick(), self.in_eval
         if self._makes_checksums:
-            self._tensor_reads.clear()
-            state.checksum = checksum_of(batch, self._tensor_reads)
+            self._tensor_checksums.clear()
+            state.checksum = checksum_of(batch, self._tensor_checksums)
             self._makes_checksums = state.checksum is not None  # if not, later batches cannot be compared
         state.before_last = state.last if self._prefetches else None
         state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
 
     def _finish(self, batches: PassIterator) -> None:
         batches.inner = None
-        self._tensor_reads.clear()
+        self._tensor_checksums.clear()
         self._host.loader_pass_ended(self)
-        self._has_trained |= self._is_of_training(batches.of_pass)
+        self._had_training_pass |= self._is_of_training_loop(batches.of_pass)
         self._n_given_before += batches.of_pass.state.given
         self._end_tick = tick()
         self._epoch += 1

@@ -45,8 +45,8 @@ class OwnGenerators:
         return len(self._own)
 
     def found_again(self) -> OwnGenerators:
-        """Return these generators, after taking those that the loop has put in the place of others. (If their number is
-        another one, a sampler makes generators when it is iterated, from its epoch for example. Then nothing is
+        """Search for the generators again, because the loop may have replaced some, and return this object. (If another
+        number is found, a sampler makes generators when it is iterated, from its epoch for example. Then nothing is
         changed.)"""
         found = _generators_of(self._loader)
         if len(found) == len(self._own):
@@ -91,9 +91,9 @@ def _generators_of(loader: object) -> tuple[OwnGenerator, ...]:
     parts = _parts(loader, _SAMPLERS)
     held: list[Any] = [getattr(part, "generator", None) for part in parts]
     for sampler in parts[len(wrapper_chain(loader)) :]:
-        if not is_loader_of_torch(sampler):  # its other attributes are torch's
+        if not is_loader_of_torch(sampler):  # a DataLoader's other attributes are torch's own
             for value in _attributes(sampler).values():
-                held += _held_by(value, is_own_generator)
+                held += _wanted_items(value, is_own_generator)
     generators = {id(one): one for one in held if is_own_generator(one)}
     return tuple(generators.values())
 
@@ -186,7 +186,7 @@ def _parts(loader: object, names: Sequence[str] = _PARTS) -> list[object]:
     found = wrapper_chain(loader)
     for owner in found:
         for name, value in _attributes(owner).items():
-            for one in _held_by(value, _is_any if name in names else _chooses_samples):
+            for one in _wanted_items(value, _is_any if name in names else _chooses_samples):
                 if one is not None and len(found) < _PARTS_MAX and not any(one is known for known in found):
                     found.append(one)
     return found
@@ -200,7 +200,7 @@ def _chooses_samples(value: object) -> bool:
     return isinstance(value, Sampler) or is_loader_of_torch(value)
 
 
-def _held_by(value: object, is_wanted: Callable[[object], bool]) -> list[Any]:
+def _wanted_items(value: object, is_wanted: Callable[[object], bool]) -> list[Any]:
     """Return the wanted objects among the items of a container (the values of a dict), or the object itself if it is
     wanted. A container is left out if its first item is not wanted: it may be a long list of indices."""
     if type(value) not in (list, tuple, deque, dict):

@@ -36,8 +36,8 @@ class MidBatch:
         """The last boundary (its step, and for each loader its pass and the number of batches given in it), if the
         checkpoint of that boundary was saved. Otherwise None."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Name of a loader -> its pass, and the number of batches given in it, at the moment when the second sign was
-        seen for this loader for the first time."""
+        """Name of a loader -> its pass, and the number of batches given in it, when the second sign was seen for this
+        loader for the first time. The sign counts when it is seen on a batch other than that one."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
@@ -70,21 +70,21 @@ class MidBatch:
             self._compare(counts, *self._saved)
         self._saved = (step, counts) if is_saved else None
 
-    def _compare(self, counts: list[_PassAndCount], step: int, before: list[_PassAndCount]) -> None:
-        """Compare the present boundary with the last one, at which ``step`` was saved. ``counts``, ``before``: for each
-        loader, its pass and the number of batches given in it, at the present boundary and at the last one."""
+    def _compare(self, counts: list[_PassAndCount], step_before: int, before: list[_PassAndCount]) -> None:
+        """Compare the present boundary with the last one, at which ``step_before`` was saved. For each loader, its pass
+        and the number of batches given in it: ``counts`` at the present boundary, ``before`` at the last one."""
         unchanged = [now[0] is then[0] and now[1] == then[1] for now, then in zip(counts, before, strict=False)]
         has_changed = len(counts) > len(before) or not all(unchanged)
         for loader, (pass_, given), is_unchanged in zip(self._loaders, counts, unchanged, strict=False):
             if pass_ is None or not given or not is_unchanged or pass_.in_eval:
                 continue
             if has_changed:
-                is_mid_batch = any(_runs_inside(inner, pass_, step) for inner, _ in counts)
+                is_mid_batch = any(_runs_inside(inner, pass_, step_before) for inner, _ in counts)
             else:
                 first = self._unchanged_since.setdefault(loader.name, (pass_, given))
                 is_mid_batch = first[0] is not pass_ or first[1] != given
             if is_mid_batch:
-                _warn(loader, step)
+                _warn(loader, step_before)
 
 
 def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
@@ -92,13 +92,13 @@ def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
 
 
 def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
-    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.updates_at_fetch == step)
+    return pass_ is not None and pass_.state.given > 0 and (pass_.has_updates(step) or pass_.updates_at_fetch == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
     """Whether updates are made in the pass ``inner``, and no update and no end of a pass came between the last batch of
     the pass ``outer`` and the beginning of ``inner``."""
-    if inner is None or not inner.has_trained(step):
+    if inner is None or not inner.has_updates(step):
         return False
     return (
         inner.previous_end_tick < outer.fetched_tick < inner.begun_tick

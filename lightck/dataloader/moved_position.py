@@ -1,9 +1,9 @@
 """The position of a loader in a checkpoint of another number of ranks, for one of the ranks that load it.
 
 A pass whose samples torch's ``DistributedSampler`` shares goes on after the samples that the old ranks together have
-got (``sharing.py``). Any other pass begins again. A position between two passes stays what it is. Random states of a
-rank follow from a key. Generators that belong to a loader stay as the script has built them: those of one old rank
-would give all new ranks the same samples.
+got (``sharing.py``). Any other pass begins again. A position between two passes stays between the same two passes.
+Random states of a rank are derived from a key. Generators that belong to a loader stay as the script has built them:
+those of one old rank would give all new ranks the same samples.
 
 A moved position has no "length" in its identity, because another number of ranks has another one.
 """
@@ -18,7 +18,7 @@ import torch
 
 from lightck.dataloader.position import Identity, PassState, Position, RngSnapshot
 from lightck.dataloader.sharing import sharing_of
-from lightck.state.derived_rng import derived
+from lightck.state.derived_rng import derive_states
 from lightck.state.rng import RngState
 
 
@@ -32,17 +32,17 @@ class Moved(NamedTuple):
 
 def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script: RngState | None) -> Moved:
     """Return the position of a loader for a rank of another world. ``of_ranks``: its position on each rank of the old
-    world. ``key``, ``script``: the random states of this rank follow from this key, and from these states, which the
-    script has set (see ``derived``). Raises ``CorruptPoolError``."""
+    world. ``key``: the rank's random states are derived from it. ``script``: random states that the script has set
+    itself (see ``derive_states``). Raises ``CorruptPoolError``."""
     positions = [Position.from_value(dict(value)) for value in of_ranks]
     first = positions[0]
     if not first.in_pass:
-        return Moved(_between_passes(first).to_value(), restarts=False)
+        return Moved(_at_beginning_of_pass(first).to_value(), restarts=False)
     given = _samples_given(positions)
     if given is None:
-        return Moved(_between_passes(first).to_value(), restarts=True)
+        return Moved(_at_beginning_of_pass(first).to_value(), restarts=True)
     assert first.state.at_iter is not None, "the position is in a pass"
-    rng = derived(first.state.at_iter.rng, key, script)
+    rng = derive_states(first.state.at_iter.rng, key, script)
     return Moved(_after(first, given, rng).to_value(), restarts=False)
 
 
@@ -83,8 +83,8 @@ def _after(position: Position, samples: int, rng: RngState) -> Position:
     return _moved(position, kept, state)
 
 
-def _between_passes(position: Position) -> Position:
-    """Return the position before a pass with the same number."""
+def _at_beginning_of_pass(position: Position) -> Position:
+    """Return the position before the pass: the saved pass, if one was under way, is not counted as finished."""
     state = PassState(pass_number=position.state.pass_number)
     return _moved(replace(position, in_pass=False, trained=False), {}, state)
 
@@ -106,10 +106,10 @@ def _moved(position: Position, identity: Identity, state: PassState) -> Position
 def batches_before(position: Position, loader: object) -> int:
     """Return how many batches of ``loader`` there are in the samples that another number of ranks has given in this
     pass, rounded up."""
-    one = sharing_of(loader) or position.sharing
-    if not position.state.samples_before or one is None:
+    sharing = sharing_of(loader) or position.sharing
+    if not position.state.samples_before or sharing is None:
         return 0
-    return -(-position.state.samples_before // (one.ranks * one.batch_size))
+    return -(-position.state.samples_before // (sharing.ranks * sharing.batch_size))
 
 
 def _samples_given(positions: Sequence[Position]) -> int | None:

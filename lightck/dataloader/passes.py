@@ -13,7 +13,7 @@ from lightck.dataloader.sharing import Sharing
 from lightck.state.rng import RngState
 
 if TYPE_CHECKING:
-    from lightck.dataloader.batch import TensorReads
+    from lightck.dataloader.batch import TensorChecksums
     from lightck.dataloader.loader import SessionLoader
 
 _ticks = itertools.count(1)
@@ -27,7 +27,14 @@ def tick() -> int:
 @dataclass(slots=True)
 class Pass:
     """A pass that is under way. The fields that end in ``_tick`` are values of `tick`, which are compared to find out
-    what came first; 0: never."""
+    what came first; 0: never.
+
+    =====  =================================================================================================
+    ended  a ``next()`` found no further batch (`has_ended`)
+    left   the loop dropped its iterator, or began another pass (`was_left`); an ended pass is left later, too
+    over   a resume would begin a new pass instead of continuing this one (`is_over`)
+    =====  =================================================================================================
+    """
 
     updates_at_begin: int
     """Number of finished updates when the pass began."""
@@ -75,10 +82,10 @@ class Pass:
 
     @property
     def was_left_at_once(self) -> bool:
-        """Whether the pass was left right after it began, and no loader gave a batch in between."""
+        """Whether the pass was left right after it began, and no loader was asked for a batch in between."""
         return self.left_tick == self.begun_tick + 1
 
-    def has_updated(self, updates: int) -> bool:
+    def has_updates_here(self, updates: int) -> bool:
         """Whether updates were made in the pass, in this process. ``updates``: number of updates finished now."""
         return (updates if self.updates_at_leave is None else self.updates_at_leave) > self.updates_at_begin
 
@@ -87,11 +94,11 @@ class Pass:
         if self.updates_at_leave is None:
             self.left_tick, self.updates_at_leave = tick(), updates
 
-    def has_trained(self, updates: int) -> bool:
+    def has_updates(self, updates: int) -> bool:
         """Whether updates were made in the pass, in any run."""
-        return self.trained_before or self.has_updated(updates)
+        return self.trained_before or self.has_updates_here(updates)
 
-    def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
+    def is_of_training_loop(self, updates: int, training_fetch_tick: int) -> bool:
         """Whether the pass belongs to the training, even if the model is in eval mode now: updates were made in it, and
         it is no evaluation.
 
@@ -103,13 +110,13 @@ class Pass:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
             is_evaluation = not self.restored
-        return self.has_trained(updates) and not is_evaluation
+        return self.has_updates(updates) and not is_evaluation
 
     def is_over(self, updates: int) -> bool:
         """Whether a resume would begin a new pass instead of continuing this pass. A pass without updates (an
         evaluation, a preview) is over when the loop leaves it. A pass with updates is over at the next update after the
         loop left it; a checkpoint before that update still belongs to the pass."""
-        return self.updates_at_leave is not None and (not self.has_trained(updates) or updates > self.updates_at_leave)
+        return self.updates_at_leave is not None and (not self.has_updates(updates) or updates > self.updates_at_leave)
 
 
 class PassIterator:
@@ -150,11 +157,10 @@ class LoaderHost(Protocol):
         pass is counted."""
 
     def loader_gave(
-        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: TensorReads
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums
     ) -> None:
         """Handle a batch. Called when the batch was fetched and counted. ``pass_``: the pass of the batch.
-        ``checksum``: the batch's checksum, or None if it was not computed. ``read``: the tensors that were read for the
-        checksum."""
+        ``checksum``: the batch's checksum, or None if it was not computed. ``cache``: the checksums of its tensors."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the restored checkpoint's random state. The first pass that is no preview must begin with it. Whether

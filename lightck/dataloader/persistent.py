@@ -1,8 +1,8 @@
 """DataLoaders with persistent workers that no session loader wraps.
 
 Such a loader draws from torch's global generator in its first pass of each process, when its workers start, and not in
-later passes. So the killed run and the resumed run draw at different times, and all later random numbers differ. (For a
-session loader this is no problem: its position includes the random state from which its workers started.)
+later passes. So the interrupted run and the resumed run draw at different times, and all later random numbers differ.
+(For a session loader this is no problem: its position includes the random state from which its workers started.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger("lightck")
 
 
 _RESTORED = "_lightck_restores_draw"
-"""Attribute that an integration sets to True if it restores the random state when the workers start once more."""
+"""Attribute of a DataLoader. An integration sets it to True if the integration itself undoes the draw of a second
+start."""
 
 
 def draws_once(loader: object) -> bool:
@@ -40,21 +41,21 @@ class PersistentLoaders:
         self._loaders, self._objects = loaders, objects
         self._found: list[weakref.ref[DataLoader[object]]] = []
         self.had_started_at_checkpoint = False
-        """What ``have_started_now`` returned in the earlier run when the restored checkpoint was closed."""
+        """What ``have_started_now`` returned in the interrupted run when the restored checkpoint was closed."""
 
     def follow(self, found: Iterable[DataLoader[object]]) -> None:
         """Set the DataLoaders. They are not kept alive."""
         self._found = [weakref.ref(loader) for loader in found]
 
     def have_started_now(self) -> bool:
-        """Whether the workers of a DataLoader that no session loader wraps have started."""
+        """Whether the workers of a DataLoader that is outside (see ``_outside``) have started."""
         if not self._found:
             return False
         return any(getattr(loader, "_iterator", None) is not None for loader in self._outside())
 
     def before_first_update(self) -> None:
-        """Warn, after a resume, about loaders that drew in the earlier run before the checkpoint and will draw
-        again."""
+        """Warn, after a resume, about loaders that drew in the interrupted run before the checkpoint and will
+        draw again."""
         if not self.had_started_at_checkpoint:
             return
         for loader in self._outside():

@@ -74,31 +74,32 @@ def corrupt(reason: str) -> CorruptPoolError:
 
 @dataclass(slots=True)
 class PassState:
-    """How far a pass has come, and what a replay to this place needs.
-
-    Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
-    which the first batch was fetched (a loop may draw between ``iter()`` and this fetch); ``last``, before the
-    ``next()`` that gave the last batch (None if a worker fetched it); ``before_last``, before the ``next()`` that gave
-    the last batch but one (only for a loader that is one batch ahead). ``given``: number of batches given.
-    ``checksum``: checksum of the last batch given (saved as "content"; older pools have another checksum as "checksum",
-    which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate, its state before
-    the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers. ``objects``: packed
-    states, before the pass, of objects in ``state=`` that are part of the loader. ``raised``: n -> how often ``next()``
-    raised an error when n batches were given. ``samples_before``: number of samples of the pass that another number of
-    ranks has given (see ``sharing.py``); batches are counted from there.
-    """
+    """How far a pass has come, and what a replay to this place needs. The first four fields are random states."""
 
     at_iter: RngSnapshot | None = None
+    """From which ``iter()`` drew the pass's order and the workers' seeds."""
     at_first: RngSnapshot | None = None
+    """From which the first batch was fetched. (A loop may draw between ``iter()`` and this fetch.)"""
     last: RngSnapshot | None = None
+    """Before the ``next()`` that gave the last batch; None if a worker fetched it."""
     before_last: RngSnapshot | None = None
+    """Before the ``next()`` that gave the last batch but one; only for a loader that is one batch ahead."""
     given: int = 0
+    """Number of batches given."""
     checksum: int | None = None
+    """Checksum of the last batch given. (Saved as "content". Older pools have another checksum as "checksum", which is
+    not compared.)"""
     inner: object = None
+    """The own state of a stateful loader; for a loader of Accelerate, its state before the pass."""
     pass_number: int | None = None
+    """What ``pass_number_of`` returned when the pass began."""
     objects: dict[str, bytes | None] = field(default_factory=dict)
+    """Packed states, before the pass, of objects in ``state=`` that are part of the loader."""
     raised: dict[int, int] = field(default_factory=dict)
+    """n -> how often ``next()`` raised an error when n batches were given."""
     samples_before: int = 0
+    """Number of samples of the pass that another number of ranks has given (see ``sharing.py``). Batches are counted
+    from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class Position:
     the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
     update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
     ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown. ``samples_given``: how
-    many samples of the pass all ranks together had got. It is set only when another world of as many ranks (with other
-    parts of the tensors, for example) loads the checkpoint; else None.
+    many samples of the pass all ranks together had got. A training never saves it: `own_position` sets it when another
+    world of as many ranks (with other parts of the tensors, for example) loads the checkpoint; else None.
     """
 
     kind: str
@@ -246,6 +247,7 @@ class Position:
         """Return the position at the beginning of the saved pass, so that this pass is not counted as finished."""
         if not self.in_pass:
             return self
+        # As ``between_passes``, but with the number of finished passes that was saved.
         state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
         return replace(self.between_passes(), epoch=self.epoch, state=state)
 

@@ -69,7 +69,7 @@ class Positions:
         return position.before_its_pass().to_value()
 
     def loader_wrapped(self, loader: SessionLoader) -> None:
-        """Record that this loader was wrapped: it has taken the restored position of its name, if there was one."""
+        """Record that a session loader was made: it takes the restored position of its name, if there is one."""
         if self._untaken.pop(loader.name, None) is None:
             self._without_position.append(loader)
 
@@ -164,9 +164,9 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds the first batch of the last pass. ``certain``: whether to return False in the
-        two uncertain cases: the batch cannot be tracked; or it is the only batch of the pass, so that the loop's
-        variable perhaps holds it without using it again."""
+        """Whether the loop still holds the first batch of the last pass. ``certain``: return True only if this is
+        certain. There are two uncertain cases: the batch cannot be tracked; or it is the only batch of the pass, so
+        that the loop's variable perhaps holds it without using it again."""
         if not self._fetched:
             return False
         if self._first is None:
@@ -211,9 +211,10 @@ def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | Non
 
 
 def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> DriftError:
+    name = "this name" if len(in_pass) == 1 else "one of these names"
     return DriftError(
         f"The checkpoint lies in the middle of a pass over {_described(in_pass)}, but no session.loader() call has "
-        f"this name, and {_loader_names(instead)} began a new pass instead, so batches would be given twice. "
+        f"{name}, and {_loader_names(instead)} began a new pass instead, so batches would be given twice. "
         "Give the loader the name= that it had (without one it is numbered by the order of the calls), or let its pass "
         "begin anew: session.loader(..., anew=True).",
         dict.fromkeys(in_pass, ("in mid-pass", "not taken")),

@@ -1,12 +1,12 @@
 """Previews: passes that a script begins and leaves before its loop continues, for example to look at a batch.
 
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to check that the loader
-can be iterated. The killed run began such passes at its start, and the resumed run begins them again. The loop of the
-resumed run must nevertheless begin at the restored position, with the restored random states. But a pass that was left
-without an update may also be a pass of the loop, which left it by ``break``, or because another loader in ``zip``
+can be iterated. The interrupted run began such passes at its start, and the resumed run begins them again. The loop of
+the resumed run must nevertheless begin at the restored position, with the restored random states. But a pass that was
+left without an update may also be a pass of the loop, which left it by ``break``, or because another loader in ``zip``
 ended. Two facts distinguish the two kinds. A pass that is left right after it began is no pass of a loop. And a
-position holds the number of previews that the killed run took before its first update; the resumed run takes the same
-number.
+position holds the number of previews that the interrupted run took before its first update; the resumed run takes the
+same number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ log = logging.getLogger("lightck")
 def is_lightning_probe(caller: FrameType) -> bool:
     """Whether Lightning calls ``iter()`` only to check that an object can be iterated, and drops the result. Lightning
     makes no such call for a DataLoader, so for a session loader the call must draw no random numbers."""
-    name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
+    if caller.f_code.co_name != "_check_dataloader_iterable":
+        return False
+    name = caller.f_globals.get("__name__")
     return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
@@ -61,7 +63,7 @@ class Previews:
     in_loop: bool = False
     """Whether a preview came after an update. If so, the loop takes a preview in each epoch."""
     expected: int = 0
-    """Number of previews that the killed run took before its first update."""
+    """Number of previews that the interrupted run took before its first update."""
     is_resumed: bool = False
     """Whether a position was restored. Then this run takes ``expected`` previews and no more. A further pass that is
     left without an update is the restored pass, which the loop has left by ``break``."""
@@ -70,7 +72,7 @@ class Previews:
         self.expected, self.in_loop, self.is_resumed = position.previews, position.previews_in_loop, True
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
-        """Return what ``taken`` and ``in_loop`` will be when ``pass_`` has been counted (see ``left``)."""
+        """Return ``taken`` and ``in_loop`` as they are after ``left(pass_)``, without changing them."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.updates_at_leave == self.updates_at_wrap
@@ -112,8 +114,9 @@ class StartRead:
         self._fetched_tick = pass_.fetched_tick if pass_ is not None else 0
 
     def check_new_pass(self, name: str, left: Pass | None) -> None:
-        """Warn if the value was read right before a new pass, and is wrong for the new pass, which skips no batch.
-        ``left``: the pass that the loop left before the new one."""
+        """Warn if the value was read right before a new pass, and is wrong for the new pass, which skips no batch:
+        ``left``, the pass that the loop left before the new one, was the newest pass at the reading; it gave a batch
+        before the reading and none after it; and it was left without an update."""
         if (
             self._skipped
             and left is not None

@@ -1,10 +1,11 @@
 """Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch more batches than it has given. A loader that is one batch ahead (Accelerate's, timm's prefetcher)
-fetches two batches at its first ``next()`` and one at each later ``next()``. Its last ``next()`` fetched the batch that
-waits in the loader, and the ``next()`` before that fetched the last batch that was given. The loop draws random numbers
-between these calls, so the replay restores the random states that were saved before each of these two calls. A loader
-that fetches two batches ahead gives another last batch in the replay, and the checksum detects that.
+fetches two batches at its first ``next()`` and one at each later ``next()``. After three batches were given, four are
+fetched: the third ``next()`` fetched batch 4, which waits in the loader, and the second one fetched batch 3, the last
+one that was given. The loop draws random numbers between these calls, so the replay restores the random states that
+were saved before each of these two calls. A loader that fetches two batches ahead gives another last batch in the
+replay, and the checksum detects that.
 
 ``session.loader(dl, replay="skip")`` draws the indices of the batches given before from the sampler, fetches only the
 last one, and compares it. So the resume is inexact for a dataset whose fetches change a state of its own, or draw from
@@ -32,7 +33,7 @@ _REPORT_SECONDS = 10.0
 
 
 class PassTooShort(Exception):
-    """The pass has fewer batches than the earlier run got from it. The argument is the number of batches that it
+    """The pass has fewer batches than the interrupted run got from it. The argument is the number of batches that it
     has."""
 
 
@@ -43,9 +44,9 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. A fetch that raised an error in the run before is repeated as well, and
-    ``report`` warns if it gives a batch now. ``inner``: the iterator of the new pass. ``restore``: sets the random
-    states. Raises ``PassTooShort``."""
+    worker's random stream and the prefetching. A fetch that raised an error in the interrupted run is repeated as
+    well, and ``report`` warns if it gives a batch now. ``inner``: the iterator of the new pass. ``restore``: sets the
+    random states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
@@ -104,7 +105,7 @@ class ReplayReport:
             )
 
     def fetch_succeeded(self, place: int) -> None:
-        """Warn of a fetch after ``place`` batches that raised an error in the run before and gives a batch now."""
+        """Warn of a fetch after ``place`` batches that raised an error in the interrupted run and gives a batch now."""
         log.warning(
             "lightck: loader %r: in the interrupted run, a fetch after %d batches of the pass raised an error, which "
             "was ignored. Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers "
@@ -120,22 +121,22 @@ class ReplayReport:
 SKIP_NOTE = " (replay='skip' skipped the batches before this one; replay='fetch' fetches all of them)"
 
 
-def wants_skip(loader: object, replay: object) -> bool:
-    """Return whether ``replay=`` is "skip". Raises ``ValueError``, and ``SessionError`` for a loader whose batches
-    cannot be skipped."""
-    if replay not in ("fetch", "skip"):
+def wants_skip(loader: object, choice: object) -> bool:
+    """Return whether ``choice``, the argument ``replay=``, is "skip". Raises ``ValueError``, and ``SessionError`` for a
+    loader whose batches cannot be skipped."""
+    if choice not in ("fetch", "skip"):
         raise ValueError(
-            f"replay={replay!r}: pass 'fetch' (fetch again all batches that the interrupted run got in this pass) or "
+            f"replay={choice!r}: pass 'fetch' (fetch again all batches that the interrupted run got in this pass) or "
             "'skip' (skip them in the sampler)."
         )
     is_plain = is_loader_of_torch(loader) and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
-    if replay == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
+    if choice == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
         raise SessionError(
             f"replay='skip' on a {type(loader).__qualname__}: only a plain DataLoader over a map-style dataset can "
             "skip batches in its sampler. Leave replay= out: then the batches that the interrupted run got in "
             "this pass are fetched again."
         )
-    return replay == "skip"
+    return choice == "skip"
 
 
 def iterate_restored(

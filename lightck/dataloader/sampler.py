@@ -1,5 +1,5 @@
 """Whether a sampler draws from torch's global generator at ``next()``. If it does, a replay may give it other numbers
-than the run before, because in a replay the loop draws nothing between two fetches.
+than the interrupted run, because in a replay the loop draws nothing between two fetches.
 
 At the first ``next()`` of a pass the sampler draws the same numbers in a replay, because the random state before this
 ``next()`` was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing between the two

@@ -64,10 +64,10 @@ def sharing_of(loader: object) -> Sharing | None:
     if not is_loader_of_torch(loader) or getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
         return None
     assert isinstance(loader, DataLoader)
-    sampler, of_batches = loader.sampler, loader.batch_sampler
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
     if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is not DistributedSampler.__iter__:
         return None
-    if of_batches is not None and (type(of_batches) is not BatchSampler or of_batches.sampler is not sampler):
+    if batch_sampler is not None and (type(batch_sampler) is not BatchSampler or batch_sampler.sampler is not sampler):
         return None
     try:
         samples = len(sampler.dataset)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class _Rest:
         self._own, self._sampler, self._samples_before = own, sampler, samples_before
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._own)  # of a whole pass, as ``len(loader)`` of any other pass
 
     def __iter__(self) -> Iterator[object]:
         before, self._samples_before = self._samples_before, 0

@@ -39,7 +39,7 @@ def wrapper_chain(loader: object) -> list[object]:
     """Return the loader, the object that it wraps, the object that this one wraps, and so on."""
     found = [loader]
     while len(found) < _DEPTH_MAX and not is_loader_of_torch(found[-1]):
-        inner = _held_by(found[-1])
+        inner = _wrapped_loader(found[-1])
         if inner is None or any(inner is known for known in found):
             break
         found.append(inner)
@@ -61,7 +61,7 @@ def _package_of(loader: object) -> str:
     return type(loader).__module__.partition(".")[0]
 
 
-def _held_by(wrapper: object) -> object | None:
+def _wrapped_loader(wrapper: object) -> object | None:
     """Return the loader that a wrapper holds; None if the object holds no loader, or several."""
     attributes = getattr(wrapper, "__dict__", None)
     if type(attributes) is not dict:
@@ -80,7 +80,7 @@ def may_prefetch(batches: Iterator[object]) -> bool:
 
 
 def is_made_by_torch(batches: Iterator[object]) -> bool:
-    """Whether torch's DataLoader made this iterator. In this process such an iterator fetches nothing ahead."""
+    """Whether torch's DataLoader made this iterator. It may fetch ahead in workers, but not in this process."""
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
@@ -98,8 +98,8 @@ def is_accelerated_stateful(loader: object) -> bool:
 
 
 def pass_number_of(loader: object) -> int | None:
-    """Return the number of the pass that a loader of Accelerate or of Fabric passes to its sampler; None for any other
-    loader."""
+    """Return the counter of passes that a loader of Accelerate or of Fabric gives to its sampler (``set_epoch``); None
+    for any other loader."""
     count = getattr(loader, _COUNTERS.get(_package_of(loader), ""), None)
     return count if type(count) is int and count >= 0 else None
 
@@ -111,9 +111,9 @@ def set_pass_number(loader: Any, count: int | None) -> None:
 
 
 def reset_first_pass(dataloader: Any) -> None:
-    """Give a stateful loader a new iterator for its first pass, if its first iterator (which Accelerate creates when it
-    prepares the loader) is used up. (An attribute that is private to torchdata says whether it is used up. If the
-    meaning of this attribute changes one day, the checksum of the last batch detects the wrong pass.)"""
+    """Give a stateful loader a new iterator for its first pass, if its first iterator is used up. Accelerate creates
+    the first iterator when it prepares the loader. An attribute that is private to torchdata says whether it is used
+    up. If the meaning of this attribute changes one day, the checksum of the last batch detects the wrong pass."""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
-        dataloader.load_state_dict({})
-        dataloader.state_dict()
+        dataloader.load_state_dict({})  # drops the iterator
+        dataloader.state_dict()  # makes a new one

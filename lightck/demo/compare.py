@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LOST_MAX = 1  # the most finished updates that one kill may lose: lightck's promise at interval 1 with two slots
-NAMED_MAX = 5  # the most differing tensors that are named; further ones are only counted
+LOST_MAX = 1  # largest number of finished updates that one kill may lose (interval=1, two slots)
+NAMED_MAX = 5  # largest number of differing tensors that are named; further ones are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One kill and the recovery after it. A step is a number of finished updates; 0 is a new training."""
 
-    how: str  # a description of the kill: timed, or at which kill site
+    how: str  # how and when the kill came, in words
     reported: int  # the last update that the killed child reported
     recovered: int  # the step from which the next child resumed
     recovery_seconds: float

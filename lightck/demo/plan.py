@@ -22,9 +22,9 @@ SITES = {
 }
 """Kill site -> what has been done immediately before."""
 
-GAP = 3  # the least number of updates between two kills, so that each process finishes some updates
-TAIL = 4  # the least number of updates after the last kill, so that the run rarely ends before this kill
-DELAY_STEPS_MAX = 2.0  # the longest delay of a timed kill after the report, in steps
+GAP = 3  # smallest number of updates between two kills, so that each process finishes some updates
+TAIL = 4  # smallest number of updates after the last kill, so that the run rarely ends before this kill
+DELAY_STEPS_MAX = 2.0  # longest delay of a timed kill after the report, in steps
 
 
 @dataclass(frozen=True, slots=True)

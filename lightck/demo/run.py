@@ -29,7 +29,7 @@ from lightck.demo.process import Child
 from lightck.errors import LightckError
 
 EPOCHS = 3
-SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
+SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for longer is considered to hang
 SITE_GRACE = 2  # a child that reports this many updates more than planned missed its kill site: the parent kills it
 LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
@@ -279,10 +279,14 @@ class _KilledRun(_Run):
 
     def run_child(self, planned: PlannedKill | None) -> None:
         """Run one child until it is killed or the training ends. ``planned``: the kill; None: do not kill the child."""
-        setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
+        setting = (
+            None
+            if planned is None
+            else kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
+        )
         self.counters.append({})
         due, sent_kill = math.inf, ""
-        with Child(self.arguments, self.log, setting or None) as child:
+        with Child(self.arguments, self.log, setting) as child:
             while True:
                 try:
                     message = self.read(child, due)
@@ -295,7 +299,7 @@ class _KilledRun(_Run):
                 self.take(message)
                 if due == math.inf and not sent_kill and "update" in message:
                     due = self._due(planned)
-            self._child_ended(child.status(), sent_kill or _at_site(setting or None))
+            self._child_ended(child.status(), sent_kill or _at_site(setting))
 
     def _describe_sent_kill(self, planned: PlannedKill | None) -> str:
         """Return a description of a kill that the parent has sent, for ``Kill.how``."""

@@ -24,7 +24,7 @@ from lightck.state import values
 
 WHATS = ("model", "all")
 _CURE = 'Export with format="torch", which has every dtype and every name.'
-"""The advice at the end of error messages of ``export_checkpoint``. (``keep=`` gives other advice.)"""
+"""The advice at the end of error messages of ``export_checkpoint``. (``tiers/keep.py`` sets another one.)"""
 
 
 @dataclass(slots=True)

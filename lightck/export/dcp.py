@@ -57,7 +57,7 @@ def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool)
 
 
 def _system_error_of(err: BaseException) -> OSError | None:
-    """Return the error of the system that is behind an error of torch's, or None."""
+    """Return the ``OSError`` that caused an error of torch, or None."""
     failures = [one[0] for one in err.failures.values()] if isinstance(err, CheckpointException) else [err]
     return next((one for one in failures if isinstance(one, OSError)), None)
 
@@ -70,8 +70,8 @@ def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @contextmanager
 def _atomic_folder(path: str, *, overwrite: bool) -> Iterator[str]:
-    """Yield a temporary folder beside ``path``. If the block ends without an exception, it gets that name; else it is
-    removed. With ``overwrite`` it replaces a folder of torch's, and nothing else."""
+    """Yield a temporary folder beside ``path``. If the block ends without an exception, the folder is renamed to
+    ``path``; otherwise it is removed. It replaces only what ``refuse_existing_folder`` lets pass."""
     path = path.rstrip(os.sep) or path
     refuse_existing_folder(path, overwrite=overwrite)
     temporary, replaced = (f"{path}.{secrets.token_hex(4)}.{kind}" for kind in ("tmp", "old"))
@@ -111,8 +111,8 @@ def _give_name(temporary: str, path: str, replaced: str) -> None:
 
 
 def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for a path that exists, unless it is an empty folder, or a folder with the files of
-    one checkpoint of torch's and nothing else, which may be replaced."""
+    """Raise ``ExportExistsError`` for a path that exists, unless it may be replaced: an empty folder, or (with
+    ``overwrite``) a folder that holds the files of one checkpoint of torch and nothing else."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     if not os.path.lexists(path):
@@ -126,10 +126,10 @@ def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
         if not names:
             return
         others = [name for name in names if name != _METADATA and not _DATA.fullmatch(name)]
-        is_torchs = _METADATA in names and not others
-        if is_torchs and overwrite:
+        is_torch_checkpoint = _METADATA in names and not others
+        if is_torch_checkpoint and overwrite:
             return
-        if is_torchs:
+        if is_torch_checkpoint:
             what = "exists, and a checkpoint of torch.distributed.checkpoint is in it (overwrite=True replaces it)"
         else:
             what = f"exists, and holds {listed(others, 3) or 'an unfinished checkpoint'}, so it is never replaced"

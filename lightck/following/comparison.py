@@ -5,6 +5,13 @@ fetched ahead, a list of batches, a hidden state, a counter that indexes the dat
 the first inputs after a checkpoint are stored in its slot as soon as they are known, and are compared after a resume.
 The checksums cover a few kilobytes, and no commit waits for them. If the process is killed before they are stored, the
 checkpoint is complete, but nothing can be compared.
+
+::
+
+    events of the session -> Continuation -> Recorder    collects FirstInputs after a checkpoint, and stores them in its
+                                                         slot (a forward is reported to it directly)
+                                          -> Comparison  after a resume: collects FirstInputs, and compares them with
+                                                         the stored ones
 """
 
 from __future__ import annotations
@@ -13,17 +20,17 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightck.dataloader.batch import TensorReads, differ, is_partial
+from lightck.dataloader.batch import TensorChecksums, differ, is_partial
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
 from lightck.events import ClosingEvent
 from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, FirstInput, FirstInputs
 from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
-from lightck.pool.format.structures import NextBatch, next_key
+from lightck.pool.format.structures import NextBatch, next_batch_key
 
 log = logging.getLogger("lightck")
-_PAGE, _PAGES = "`lightck docs loops`", "`lightck docs loops` and `lightck docs own-state`"
+_LOOPS_PAGE, _BOTH_PAGES = "`lightck docs loops`", "`lightck docs loops` and `lightck docs own-state`"
 _PART = {
     GRADIENT: "the gradient of {}",
     OPTIONS: "an option of {} (for example its lr)",
@@ -63,11 +70,11 @@ class Recorder:
         self._since_closed = None
 
     def batch_given(
-        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums | None = None
     ) -> None:
         first_inputs = self._since_closed  # read once: another thread may close the session now
         if first_inputs is not None:
-            first_inputs.batch_given(name, pass_, batch, checksum, read)
+            first_inputs.batch_given(name, pass_, batch, checksum, cache)
 
     def forward(self, inputs: object, will_close: bool) -> None:
         """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
@@ -86,7 +93,8 @@ class Recorder:
 
     def _record(self, first_inputs: FirstInputs) -> None:
         if first_inputs.inputs:
-            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in first_inputs.inputs])
+            inputs = first_inputs.inputs
+            self._store([NextBatch(next_batch_key(name), kind, checksum) for name, kind, checksum in inputs])
 
 
 class Continuation:
@@ -98,12 +106,12 @@ class Continuation:
         self.recorder, self.loop_counter = recorder, loop_counter
         self._comparison = comparison
 
-    def batch_given(self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads) -> None:
+    def batch_given(self, name: str, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums) -> None:
         """A session loader gave a batch."""
         comparison = self._comparison
-        self.recorder.batch_given(name, pass_, batch, checksum, read)
+        self.recorder.batch_given(name, pass_, batch, checksum, cache)
         if comparison is not None:
-            comparison.batch_given(name, pass_, batch, checksum, read)
+            comparison.batch_given(name, pass_, batch, checksum, cache)
 
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended."""
@@ -192,9 +200,9 @@ class Comparison:
         return self._is_judged and self._error is None and not self._recorded
 
     def batch_given(
-        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums | None = None
     ) -> None:
-        self._seen.batch_given(name, pass_, batch, checksum, read)
+        self._seen.batch_given(name, pass_, batch, checksum, cache)
 
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended: the loop requested a batch, and none was left."""
@@ -221,7 +229,7 @@ class Comparison:
         if not self._is_judged:
             self._is_judged = True
             # From now on only parts of updates, and later batches of loaders that gave no batch yet, are expected.
-            seen = {next_key(name) for name in self._seen.loaders}
+            seen = {next_batch_key(name) for name in self._seen.loaders}
             self._recorded = {
                 k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in seen)
             }
@@ -229,7 +237,8 @@ class Comparison:
             raise self._error
 
     def session_ends(self) -> None:
-        """Warn if the session made no update, although an update followed the restored checkpoint in the killed run.
+        """Warn if the session made no update, although an update followed the restored checkpoint in the
+        interrupted run.
 
         Then the loop has ended too early: its last batches were in the memory of the killed process, or the restored
         pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
@@ -248,14 +257,14 @@ class Comparison:
             "loop ended too soon: its batches were fetched ahead (list(loader)), it counted from 0 instead of "
             "loader.start, or the restored pass had no batch left. %s shows such loops, and how to make each exact",
             self._step,
-            _PAGE,
+            _LOOPS_PAGE,
         )
 
     def _compare(self) -> _Verdict:
         """Compare each input that was seen with the recorded one, once."""
         verdict = _Verdict()
         for first in self._seen.inputs:
-            was = self._recorded.pop((next_key(first.name), first.kind), None)
+            was = self._recorded.pop((next_batch_key(first.name), first.kind), None)
             if was is None:
                 continue
             if differ(was, first.checksum):
@@ -269,7 +278,7 @@ class Comparison:
         differ and the same operations give the same bits."""
         may_gradients_differ = self._has_other_data or bool(verdict.differing) or not self._same_bits
         for name, part in parts:
-            was = self._recorded.pop((next_key(part.name), part.kind), None)
+            was = self._recorded.pop((next_batch_key(part.name), part.kind), None)
             if was is None or (part.kind == GRADIENT and may_gradients_differ):
                 continue
             if was != part.checksum:
@@ -295,7 +304,8 @@ class Comparison:
             "never killed. Likely causes: the script draws random numbers between attach and the loop (draw them "
             "before attach); each epoch draws some before its first batch, for example in an evaluation (do that at "
             "the epoch's end); a DataLoader begins a pass outside session.loader(), or an evaluation loader has "
-            f"persistent workers (pass it to session.loader()). {_PAGE} shows such loops, and how to make each exact"
+            f"persistent workers (pass it to session.loader()). {_LOOPS_PAGE} shows such loops, and how to make each "
+            "exact"
         )
 
     def _data_message(self, differing: list[FirstInput], verdict: _Verdict) -> str:
@@ -323,7 +333,7 @@ class Comparison:
         return (
             f"The {first} after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
             f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
-            f"killed. {why}. {_PAGE} shows such loops, and how to make each exact"
+            f"killed. {why}. {_LOOPS_PAGE} shows such loops, and how to make each exact"
         )
 
     def _update_message(self, verdict: _Verdict) -> str:
@@ -355,7 +365,7 @@ class Comparison:
             )
         return (
             f"The first update after the resume is not the one that followed step {self._step}. What differs: "
-            f"{', '.join(what)}. {'. '.join(why)}. {_PAGES} show such loops, and how to make each exact"
+            f"{', '.join(what)}. {'. '.join(why)}. {_BOTH_PAGES} show such loops, and how to make each exact"
         )
 
     def _log_result(self, verdict: _Verdict) -> None:

@@ -1,6 +1,6 @@
-"""What DistributedDataParallel does: which parameters it keeps equal on all ranks, and which state no checkpoint holds.
+"""DistributedDataParallel: which parameters it keeps equal on all ranks, and its state that no checkpoint holds.
 
-The state is searched for in the first training forward of a session.
+There are two kinds of such state. Both are looked for in the first training forward of a session.
 
 *The order of sums.* DistributedDataParallel begins with one bucket for all gradients, and forms new buckets in the
 order in which the gradients arrived in its first iteration (``Reducer::rebuild_buckets`` in torch; not with
@@ -56,8 +56,8 @@ def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
 
 
 def live_ddp(model: nn.Module | None) -> list[Any]:
-    """Return every live DistributedDataParallel. The search through all objects takes some milliseconds, and is made
-    once in a session of several ranks."""
+    """Return every live DistributedDataParallel. The search through all objects takes some milliseconds, so it is made
+    only a few times in a session."""
     found = {id(m): m for m in (model.modules() if model is not None else ()) if isinstance(m, DistributedDataParallel)}
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set by torch while its forward runs
     if running is not None:

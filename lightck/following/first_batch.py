@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lightck._native import ffi, lib
-from lightck.dataloader.batch import TensorReads, checksum_of
+from lightck.dataloader.batch import TensorChecksums, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
@@ -42,7 +42,8 @@ class FirstInputs:
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect the first forward as ``FORWARD``, and the first forward after a loader gave a
         batch as ``FORWARD_OF_BATCH`` (one forward can be both). If False, collect the first forward only, as
-        ``FORWARD_OF_BATCH`` if a loader gave a batch before it, otherwise as ``FORWARD``."""
+        ``FORWARD_OF_BATCH`` if a loader gave a batch before it, otherwise as ``FORWARD``. (The recorder stores one
+        kind. A comparison collects both, because it does not know which one was stored.)"""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
         """Whether an update was made since this object was created."""
@@ -53,7 +54,7 @@ class FirstInputs:
         was added to ``inputs``."""
         self._has_new_batch = False
         """Whether ``_batches`` holds a batch that is not final, so that the first batch of a later pass replaces it."""
-        self._read: TensorReads = {}
+        self._cache: TensorChecksums = {}
         """Checksums of tensors of the batches. They are kept because the forward is often called with the same
         tensors."""
         self._updates: set[int | None] = set()
@@ -65,16 +66,16 @@ class FirstInputs:
         return list(self._batches)
 
     def batch_given(
-        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums | None = None
     ) -> None:
         """A loader gave a batch in a training pass. ``checksum``: the batch's checksum; None if it was not computed
-        yet. ``read``: the tensors of the batch that were read for the checksum."""
+        yet. ``cache``: the checksums of the tensors of the batch."""
         known = self._batches.get(name)
         if known is not None and (known[0] is pass_ or known[0] is None):
             return
-        self._read = {} if read is None else read
+        self._cache = {} if cache is None else cache
         if checksum is None:
-            checksum = checksum_of(batch, self._read)
+            checksum = checksum_of(batch, self._cache)
         self._batches[name] = pass_, LATER_BATCH if self.is_updated else BATCH, checksum
         self._has_new_batch = True
 
@@ -89,8 +90,8 @@ class FirstInputs:
             return grew
         self._saw_forward = True
         self._saw_forward_of_batch |= has_batch
-        checksum, state = checksum_of(inputs, self._read), random_checksum()
-        self._read = {}
+        checksum, state = checksum_of(inputs, self._cache), random_checksum()
+        self._cache = {}
         if is_of_batch:
             self._add_forward(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
         if is_first and (self._both_forwards or not has_batch):
@@ -117,7 +118,7 @@ class FirstInputs:
             self.inputs.append(FirstInput("", RANDOM_AT_UPDATE, random_checksum()))
         if index is not None:
             self.inputs.extend(parts(index))
-        self._read = {}
+        self._cache = {}
         return len(self.inputs) > before
 
     def _add_batches(self) -> bool:

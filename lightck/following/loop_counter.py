@@ -104,9 +104,9 @@ class LoopCounterCheck:
         )
 
     def _before_next_pass(self, loader: SessionLoader) -> None:
-        """Make the second check. A loop over ``range(epochs)`` has a variable that was 0 in the restored pass and
-        counts passes: warn. A loop that counts updates has a variable that is equal to the number of updates, or reads
-        the step again: do not warn. Warn about any other loop."""
+        """Make the second check. A loop over ``range(epochs)`` has a variable that equals the number of passes that
+        have ended since the resume, at the first update and now: warn. A loop that counts updates has a variable that
+        is equal to the number of updates, or reads the step again: do not warn. Warn about any other loop."""
         variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
         counting = [name for code, name in self._pass_counters if variables.get((code, name)) == self._n_ended_passes]
         counts_updates = any(variables.get(key) == updates for key in self._update_counters)

@@ -73,6 +73,7 @@ class UpdateParts:
                 if gradient is not None:
                     found.append(FirstInput(_name(view, name), GRADIENT, gradient))
             if chosen:  # only the last parameter: an update writes the state of all parameters, or of none
+                name, p = view.params[chosen[-1]]
                 reads = self._states.get(view.index)
                 if reads is None:
                     reads = self._states[view.index] = _StateReads()
@@ -81,7 +82,7 @@ class UpdateParts:
 
     def to_compare(self, index: int) -> Iterator[tuple[str, FirstInput]]:
         """Yield all parts of this update, each with a name for a message. They include the parts that ``to_record``
-        returned in the killed run. Runs once per optimizer after a resume."""
+        returned in the interrupted run. Runs once per optimizer after a resume."""
         for view in self._views:
             if view.root != index:
                 continue

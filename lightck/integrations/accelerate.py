@@ -4,12 +4,12 @@
     session = lightck.integrations.accelerate.attach(accelerator, "run.pool")
     loader = session.loader(loader)         # the loop is the user's
 
-The Accelerator knows its models, optimizers, schedulers, loaders and registered objects. ``attach`` hands them to
-``lightck.attach``. Accumulation, mixed precision and ``accelerator.backward`` need nothing: a step is counted where the
-optimizer inside has stepped.
+The Accelerator knows its models, optimizers and registered objects, and ``attach`` hands them to ``lightck.attach``,
+which finds the schedulers itself. Accumulation, mixed precision and ``accelerator.backward`` need nothing: a step is
+counted where the optimizer inside has stepped.
 
-Failure cases: an attribute of the Accelerator that this file uses does not exist, nothing is prepared, or more than one
-model is: an error at attach that says so.
+Failure cases: ``attach`` raises an error that names the reason if an attribute of the Accelerator does not exist, if
+nothing was prepared, or if more than one model was prepared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ImportError as err:
 MAJOR = 1
 """The supported major release of accelerate."""
 _USED = ("_models", "_optimizers", "_schedulers", "_custom_objects", "distributed_type")
-"""Attributes of ``Accelerator`` that this file uses."""
+"""Attributes that an ``Accelerator`` of a known release has. This file uses all but ``_schedulers``."""
 
 
 def attach(

@@ -27,7 +27,7 @@ log = logging.getLogger("lightck")
 MOST_ITEMS = 20_000
 MOST_BYTES = 1 << 26
 MOST_SEEN = 50
-"""Number of items and attributes of a value that is not saved, up to which its changes are seen."""
+"""Of a value that cannot be saved, only this number of items or attributes is watched for changes."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LISTS = (list, tuple, deque)
 _DICTS = (dict, OrderedDict, Counter)
@@ -37,18 +37,19 @@ class ChangedAttributes:
     """The plain attributes of one object that its own code assigns."""
 
     def __init__(self, owner: Any, known: Collection[str] = (), *, only: Collection[str] | None = None) -> None:
-        """``known``: names of attributes that are none of the object's own. ``only``: these, and no others."""
+        """``known``: names of attributes that the framework's code assigns; they are ignored. ``only``: names of the
+        only attributes that are not ignored."""
         self._owner, self._known, self._only = owner, frozenset(known), only
         self._before: dict[str, object] = {}
         self._restored: dict[str, Any] = {}
-        self._named: set[str] = set()
+        self._warned: set[str] = set()
 
     def watch(self) -> None:
         """Remember what the attributes are before the training."""
         self._before = {name: _mark(value)[1] for name, value in self._own()}
 
     def changed(self) -> dict[str, Any]:
-        """Return what the training has changed. Tensors are the object's own."""
+        """Return what the training has changed. The tensors share memory with those of the object."""
         found: dict[str, Any] = {}
         for name, value in self._own():
             is_plain, mark = _mark(value)
@@ -66,7 +67,7 @@ class ChangedAttributes:
         self.restore_again()
 
     def restore_again(self) -> None:
-        """Set them once more, because code at the beginning of a run has set them anew."""
+        """Restore them again, because code at the beginning of a run may have overwritten the restored values."""
         for name, value in self._restored.items():
             setattr(self._owner, name, filled(getattr(self._owner, name, None), value))
 
@@ -79,9 +80,9 @@ class ChangedAttributes:
         return name not in self._known and not name.startswith("_lightck")
 
     def _warn(self, name: str) -> None:
-        if name in self._named:
+        if name in self._warned:
             return
-        self._named.add(name)
+        self._warned.add(name)
         log.warning(
             "lightck: the %s changes its attribute %r while it trains. It is no plain value, or too large, so it is "
             "not saved, and a resume would not know it. If the training depends on it, put it into an object with "
@@ -184,7 +185,8 @@ def _plain(value: Any) -> Any:
 
 
 def filled(present: Any, saved: Any) -> Any:
-    """Return the saved value. A container of the same kind is kept, so a ``defaultdict`` stays one; so is a device."""
+    """Return the saved value. If the present value is a container of the same kind, it is emptied and filled, so that a
+    ``defaultdict`` stays one. A tensor goes to the device of the present one."""
     if isinstance(present, dict) and isinstance(saved, dict):
         before = dict(present)
         present.clear()
@@ -200,7 +202,7 @@ def filled(present: Any, saved: Any) -> Any:
 
 
 def _copied(saved: Any) -> Any:
-    """Return a copy, so that the saved value can be set once more."""
+    """Return a copy of everything that can be changed, so that the saved value can be restored again."""
     if isinstance(saved, torch.Tensor):
         return saved.clone()
     if isinstance(saved, dict):

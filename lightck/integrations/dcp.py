@@ -7,8 +7,10 @@
 
 How a load goes:
 
-    read_metadata       every rank opens the newest checkpoint; nothing is read of its tensors. Each tensor is one chunk
-    prepare_local_plan  torch has decided which boxes of which tensors this rank needs. The step is put into the plan
+    read_metadata       every rank opens the newest checkpoint. Each tensor is one chunk. No tensor is read, unless the
+                        pool has gradient records: then all of them are
+    prepare_local_plan  torch has decided which boxes of which tensors this rank needs. The step is put into
+                        ``plan.storage_data``
     prepare_global_plan the coordinator compares the steps: a training that goes on may have committed between two ranks
     read_data           only these boxes are read, and every block that is read is verified. Values that are no tensors
                         are given to the planner as ``torch.save`` writes them, or as ``PoolWriter`` was given them
@@ -23,7 +25,8 @@ How a save goes (``lightck.saving`` does the work):
 Invariant: nothing that was stored as bytes is unpickled here. Options of optimizers are plain values in the pool of a
 session; in one that ``PoolWriter`` made they are bytes, as everything that is no tensor.
 
-Failure cases: plans that torch takes from its cache do not carry what the ranks found, so a group is refused by name.
+Failure cases: plans that torch takes from its cache (``enable_plan_caching``) do not carry what the ranks found, so a
+group of ranks gets an error that names this option.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ checkpoint that ``PoolWriter`` made has it."""
 
 _Path = tuple[str | int, ...]
 _Item = tuple[str, _Path, Any]
-"""Key, path in the nested state dict, and value; the value of what lies in the pool under a name is a ``_Named``."""
+"""Key, path in the nested state dict, and value: a ``_Named`` in the place of each tensor, or bytes, of the pool."""
 
 
 class PoolReader(StorageReader):
@@ -306,7 +309,8 @@ class PoolWriter(StorageWriter):
         self._rank = 0
         self._report: Report | None = None
         self._order: Order | None = None
-        """Set by the coordinator, for itself: a plan that torch has cached does not bring it."""
+        """The order of the coordinator, which keeps it here, because a cached plan does not carry it; None on other
+        ranks."""
 
     # -- StorageWriter -------------------------------------------------------------------------------------
 
@@ -345,12 +349,12 @@ class PoolWriter(StorageWriter):
         return [replace(plan, storage_data=one) for plan, *one in zip(plans, orders, of_ranks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        (order, paths), of_coordinator = plan.storage_data, self._order
-        order = of_coordinator or order
+        (order, paths), own_order = plan.storage_data, self._order
+        order = own_order or order
         if order.group is not None and order.group.world_size > 1 and getattr(planner, "_enable_plan_caching", False):
             raise _cached_plan_error()
         save(self._path, order, list(_given(plan, planner)), {STATE_NAME: {"paths": paths}})
-        if of_coordinator is None:
+        if own_order is None:
             self._overwrites = False
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])

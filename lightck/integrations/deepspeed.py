@@ -83,7 +83,7 @@ _USED = (
     "zero_offload_optimizer",
     "zero_offload_param",
 )
-"""Attributes of the engine that this file uses."""
+"""Attributes of the engine that this file uses, and ``_take_model_step``, in which it calls the optimizer's step."""
 _USED_OF_LOADER = (
     "dataset",
     "batch_size",
@@ -170,24 +170,24 @@ def attach(
     )
     try:
         if session.recovered is not None:
-            followed.restored()
+            followed.after_restore()
     except BaseException:
         session.abandon()
         raise
-    followed.install()
+    followed.install_hooks()
     engine.__dict__["lightck_session"] = session
     return session
 
 
 class _Followed(NamedTuple):
-    """What lightck follows of an engine. ``restored``: called after a restore; ``install``: lets DeepSpeed call
-    lightck's hooks."""
+    """What lightck follows of an engine. ``after_restore``: called after a restore; ``install_hooks``: lets DeepSpeed
+    call lightck's hooks."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     layout: Layout | None
-    restored: Callable[[], None]
-    install: Callable[[], None]
+    after_restore: Callable[[], None]
+    install_hooks: Callable[[], None]
 
 
 def _followed(engine: Any) -> _Followed:
@@ -221,11 +221,11 @@ def _of_unfused(engine: Any) -> _Followed:
     model = mirror_of(engine.module, {id(param): master for param, master in pairs}, engine.forward)
 
     @torch.no_grad()
-    def restored() -> None:
+    def after_restore() -> None:
         for param, master in pairs:
             param.copy_(master)
 
-    return _Followed(model, outer.optimizer, None, restored, lambda: _call_in_forward(engine, model))
+    return _Followed(model, outer.optimizer, None, after_restore, lambda: _call_in_forward(engine, model))
 
 
 def _of_zero(engine: Any) -> _Followed:
@@ -237,15 +237,16 @@ def _of_zero(engine: Any) -> _Followed:
         tensors[id(fragment.param)] = fragment.of(tensor, is_alone=size == 1)
     model = mirror_of(engine.module, tensors, engine.forward)
 
-    def restored() -> None:
+    def after_restore() -> None:
         inner.take_over()
         found.refresh()
 
-    def install() -> None:
+    def install_hooks() -> None:
         outer.step = inner.step_with(outer.step)
         _call_in_forward(engine, model)
 
-    return _Followed(model, inner.view, None if size == 1 else _layout(found, rank, size), restored, install)
+    layout = None if size == 1 else _layout(found, rank, size)
+    return _Followed(model, inner.view, layout, after_restore, install_hooks)
 
 
 def _layout(found: Partitions, rank: int, size: int) -> Layout:
@@ -255,13 +256,14 @@ def _layout(found: Partitions, rank: int, size: int) -> Layout:
 
 
 def _call_in_forward(engine: Any, model: nn.Module) -> None:
-    """Let ``engine(...)`` run inside the forward of ``model``, whose forward is that of the engine."""
+    """Replace the engine's forward by a call of ``model``, the mirror, whose forward is the engine's original one. So
+    the hooks of the mirror run."""
     engine.__dict__["forward"] = lambda *args, **kwargs: model(*args, **kwargs)
 
 
 def _show_loader(engine: Any) -> None:
-    """Let the engine's loader have the DataLoader inside it from the beginning, so that ``session.loader`` sees the
-    same in the first process and after a resume. DeepSpeed makes one like it at the beginning of each pass."""
+    """Make the DataLoader inside the engine's loader now. DeepSpeed makes one like it only at the beginning of a pass,
+    and ``session.loader`` should see the same in the first process and after a resume."""
     loader = engine.training_dataloader
     if loader is None or hasattr(loader, "dataloader"):
         return
@@ -299,7 +301,7 @@ class Counters:
             if hasattr(self._scaler, name):
                 setattr(self._scaler, name, value)
         each = self._engine.gradient_accumulation_steps()
-        if each != state["gradient_accumulation_steps"]:  # an accumulation of the other length begins here
+        if each != state["gradient_accumulation_steps"]:  # another length now: an accumulation of it begins here
             self._engine.micro_steps = self._engine.micro_steps // each * each
 
     @property
@@ -323,14 +325,15 @@ def _scheduler(engine: Any, state: Mapping[str, object] | None) -> dict[str, obj
     ]
     found += [one for one in drives if id(one) not in parts and one is not engine.lr_scheduler]
     if any(one is other for one in found for other in given):
-        not_saved = [type(one).__name__ for one in found if one is not engine.lr_scheduler and _is_left(one, given)]
+        own = engine.lr_scheduler
+        not_saved = [type(one).__name__ for one in found if one is not own and _is_not_given(one, given)]
         if not_saved:
             log.warning(
                 "lightck: %s drives the engine's optimizer too, and is not saved: another scheduler was passed. If "
                 'your loop steps it, pass it as well: attach(engine, path, state={"warmup": a, "decay": b})',
                 ", ".join(not_saved),
             )
-        return {SCHEDULER_NAME: engine.lr_scheduler} if _is_left(engine.lr_scheduler, given) else {}
+        return {SCHEDULER_NAME: own} if _is_not_given(own, given) else {}
     if len(found) > 1:
         raise AmbiguousError(
             f"{len(found)} live schedulers drive the engine's optimizer: {', '.join(type(s).__name__ for s in found)}. "
@@ -340,7 +343,7 @@ def _scheduler(engine: Any, state: Mapping[str, object] | None) -> dict[str, obj
     return {SCHEDULER_NAME: found[0]} if found else {}
 
 
-def _is_left(scheduler: object, given: list[object]) -> bool:
+def _is_not_given(scheduler: object, given: list[object]) -> bool:
     return scheduler is not None and not any(scheduler is one for one in given)
 
 
@@ -391,10 +394,10 @@ def _refuse_other_groups(engine: Any) -> None:
         ("A model parallel unit (mpu)", 1 if engine.mpu is None else 2),
         ("autotp_size", engine.autotp_size() or 1),
         ("zero_hpz_partition_size", engine.zero_hpz_partition_size() or 1),
-        ("A group of other ranks than all", dist.get_world_size() // engine.dp_world_size),
+        ("A data-parallel group that does not contain all ranks", dist.get_world_size() // engine.dp_world_size),
     ):
         if number > 1:
-            raise _unsupported(what, "lightck knows data-parallel ranks only, which share each partition")
+            raise _unsupported(what, "lightck knows only data-parallel ranks, which hold all partitions together")
 
 
 def _refuse_optimizer(engine: Any) -> None:

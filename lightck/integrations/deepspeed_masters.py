@@ -73,7 +73,8 @@ class PartitionedOptimizer:
         self.tensors: dict[int, torch.Tensor] = {}
         """id of a parameter of the model -> its tensor in the view."""
         self._linked: dict[tuple[int, str], torch.Tensor] = {}
-        """(number of a partition, key of state) -> the flat state tensor of which the view has views."""
+        """(number of a partition, key of state) -> the flat state tensor with which the state of ``view`` shares memory
+        at present."""
         for partition in partitions:
             for fragment in partition.fragments:
                 self.tensors[id(fragment.param)] = fragment.of(partition.master, is_alone=is_alone).requires_grad_()
@@ -92,7 +93,8 @@ class PartitionedOptimizer:
         make: Any = type(self.inner)
         view: torch.optim.Optimizer = make(groups)
         view.defaults = dict(self.inner.defaults)
-        setattr(view, "joins_restored_state", True)  # noqa: B010 - mypy knows no such attribute; see take_over
+        # Tells ``session/shared_state.py`` that ``take_over`` puts restored tensors into common memory.
+        setattr(view, "joins_restored_state", True)  # noqa: B010 - mypy knows no such attribute
         return view
 
     def step_with(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,8 +190,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _no_common_state(first: str, other: str, key: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The parameters {first!r} and {other!r} have different state {key!r} in the checkpoint, and ZeRO keeps one "
-        "for both, because they lie in one partition. (One of them had no gradient in some steps of the run that saved "
-        "it.) Go on with the kind of run that saved the checkpoint, or load the weights alone: "
+        f"The parameters {first!r} and {other!r} have different state {key!r} in the checkpoint, and ZeRO keeps a "
+        "single value for all parameters of a partition. (One of them had no gradient in some steps of the run that "
+        "saved it.) Go on with the kind of run that saved the checkpoint, or load the weights alone: "
         "lightck.recover(path, model)."
     )

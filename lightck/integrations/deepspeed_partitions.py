@@ -146,14 +146,14 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_flat_group(
-    params: Sequence[torch.Tensor], begins: Sequence[int], names: dict[int, str], first: int, length: int
+    params: Sequence[torch.Tensor], params_at: Sequence[int], names: dict[int, str], partition_at: int, length: int
 ) -> tuple[Fragment, ...]:
-    """Return the fragments of one partition: the elements from ``first`` on, ``length`` of them, of a flat tensor in
-    which each parameter begins at its place in ``begins``."""
+    """Return the fragments of one partition, which is a part of a flat tensor. ``params_at``: where each parameter
+    begins in the flat tensor. ``partition_at``, ``length``: where the partition begins there, and its length."""
     found = []
-    for param, begin in zip(params, begins, strict=True):
-        low, high = max(begin, first), min(begin + param.numel(), first + length)
-        start, stop, offset = (low - begin, high - begin, low - first) if low < high else (0, 0, 0)
+    for param, param_at in zip(params, params_at, strict=True):
+        low, high = max(param_at, partition_at), min(param_at + param.numel(), partition_at + length)
+        start, stop, offset = (low - param_at, high - param_at, low - partition_at) if low < high else (0, 0, 0)
         found.append(Fragment(names[id(param)], param, tuple(param.shape), start, stop, offset))
     return tuple(found)
 

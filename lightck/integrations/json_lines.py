@@ -4,7 +4,7 @@
     session.on_commit -> ``log_commits`` -> the same logger
 
 A line holds what lightck says and counts: paths, steps, times, sizes, and the constants that the program passes. No
-other attribute of a log record is written, so nothing that a program attaches to its records gets there.
+other attribute of a log record is written, so nothing that a program attaches to its records gets into a line.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@
     loader = session.loader(fabric.setup_dataloaders(loader))       # the loop is the user's
 
 ``LightckCallback`` only begins and ends a ``Fit`` (``lightning_fit.py``, which says how a fit goes). Both package names
-are taken: ``lightning`` and ``pytorch_lightning``, with ``lightning_fabric``.
+are supported: ``lightning`` and ``pytorch_lightning``, with ``lightning_fabric``.
 
-Failure cases: a release, a strategy, a callback or an argument with which a resume would not be exact: an error in
-``setup``, before anything is trained, that names it.
+Failure cases: ``setup`` raises an error, before anything is trained, that names a release, a strategy, a callback or an
+argument with which a resume would not be exact.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _USED_OF_FIT_LOOP = (
 )
 _USED_OF_EPOCH_LOOP = ("reset", "on_run_start", "batch_progress", "_results", "_batches_that_stepped", "val_loop")
 _USED_OF_VAL_LOOP = ("setup_data", "_combined_loader", "_seen_batches_per_dataloader")
-"""Attributes of Lightning's loops that ``Fit`` uses."""
+"""Attributes of Lightning's loops that ``Fit`` uses, or that the loops of a known release use for a restart."""
 _REFUSED_STRATEGIES = {
     "FSDPStrategy": "it shards the model with torch's first FSDP, which was not tested",
     "DeepSpeedStrategy": "DeepSpeed has its own optimizers and partitions",
@@ -107,7 +107,7 @@ class LightckCallback(pl.Callback):  # type: ignore[misc]
         self._fit: Fit | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage != "fit" or trainer.fast_dev_run or _is_tuned(trainer):
+        if stage != "fit" or trainer.fast_dev_run or _is_tuner_run(trainer):
             return
         self.on_exception()  # a fit before this one may have been interrupted before its teardown
         if self.session is not None and self.session.done:
@@ -189,8 +189,8 @@ def _set_up_by(fabric: Any) -> Any:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def _is_tuned(trainer: Any) -> bool:
-    """Whether this fit is one of a ``Tuner``, which undoes it."""
+def _is_tuner_run(trainer: Any) -> bool:
+    """Whether this fit is a trial of a ``Tuner``, which undoes it afterwards."""
     return any(getattr(one, "_early_exit", False) for one in trainer.callbacks)
 
 

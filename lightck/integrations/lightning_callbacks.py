@@ -16,7 +16,7 @@ _OF_MODEL_CHECKPOINT = ("current_score", "best_model_path", "_last_global_step_s
 """Attributes that ``ModelCheckpoint.load_state_dict`` does not set."""
 
 
-def states(trainer: Any, ours: Any) -> list[list[Any]]:
+def saved(trainer: Any, ours: Any) -> list[list[Any]]:
     """Return key, state and further attributes of each callback. ``ours``: the callback that is left out."""
     found = []
     for callback in trainer.callbacks:
@@ -29,9 +29,9 @@ def states(trainer: Any, ours: Any) -> list[list[Any]]:
     return found
 
 
-def restore(trainer: Any, saved: list[list[Any]]) -> None:
+def restore(trainer: Any, states: list[list[Any]]) -> None:
     """Load the states into the callbacks with the same keys, as Lightning does it."""
-    left = list(saved)
+    left = list(states)
     for callback in trainer.callbacks:
         one = next((one for one in left if one[0] == callback.state_key), None)
         if one is None:

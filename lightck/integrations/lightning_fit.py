@@ -2,13 +2,14 @@
 
 How a fit goes:
 
-    setup()             the pool's newest checkpoint is read, but no tensor of it. If there is one, the loggers go on
-                        with the version of the run before, and the sanity check of the validation is left out
+    setup()             the small state of the pool's newest checkpoint is read (its tensors too, if the pool has
+                        gradient records). If there is one, the loggers go on with the version of the run before, and
+                        the sanity check of the validation is left out
     loaders are made    (``FitLoop.setup_data``) and nothing was fetched: ``lightck.attach``. Optimizers and schedulers
                         exist, and the model is where the strategy puts it. A resume sets the loops to the batch after
                         the checkpoint, and each loader is replaced by one that iterates over ``session.loader``
-    next() of a batch   closes the step before: its log, validation and files are done. The first ``next()`` sets once
-                        more what hooks at the beginning of a run set anew
+    next() of a batch   closes the step before: its log, validation and files are done. The first ``next()`` restores
+                        again what hooks at the beginning of a run may have overwritten
     the end of the fit  ``session.close(done=True)``, after all ``on_train_end`` hooks
 
 Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``): that between two
@@ -73,20 +74,20 @@ class Progress:
         self._fit = fit
 
     def state_dict(self) -> dict[str, Any]:
-        fit, trainer = self._fit, self._fit.trainer
+        fit, trainer, pending = self._fit, self._fit.trainer, self._fit.pending_state
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         found = {
             "loops": loops.saved(trainer.fit_loop),
-            "batches_of_an_epoch": fit.n_batches if fit.loaded is None else fit.loaded["batches_of_an_epoch"],
+            "batches_of_an_epoch": fit.n_batches if pending is None else pending["batches_of_an_epoch"],
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop),
-            "accumulate_grad_batches": fit.accumulates,
-            "in_eval": fit.in_eval,
+            "accumulate_grad_batches": fit.batches_per_update,
+            "in_eval": fit.eval_modules,
             "validation_generators": fit.validation_generators(),
-            "callbacks": callbacks.states(trainer, fit.callback),
+            "callbacks": callbacks.saved(trainer, fit.callback),
             "attributes": {name: one.changed() for name, one in fit.attributes.items()},
-            "evaluated": sorted(fit.evaluated),
-            "loggers": loggers.states(trainer) if fit.loaded is None else fit.loaded["loggers"],
+            "evaluated": sorted(fit.started_loaders),
+            "loggers": loggers.saved(trainer) if pending is None else pending["loggers"],
             "pass_has_ended": fit.pass_has_ended,
             "closed_at": time.time(),
             **results.saved(trainer),
@@ -103,14 +104,14 @@ class Progress:
                 f"The pool {fit.path!r} has changed since fit() began. Another process may train into it. Nothing was "
                 "trained. Call fit() again."
             )
-        fit.loaded, fit.pass_has_ended = state, state["pass_has_ended"]
+        fit.pending_state, fit.pass_has_ended = state, state["pass_has_ended"]
         loop = trainer.fit_loop
         loops.restore(loop, state["loops"])
-        fit.validated = dict(state["validated"])
-        loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.validated)
+        fit.seen_batches = dict(state["validated"])
+        loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.seen_batches)
         trainer.should_stop = state["should_stop"]
-        fit.unset_generators = state["validation_generators"]
-        fit.evaluated |= set(state["evaluated"])
+        fit.saved_generator_states = state["validation_generators"]
+        fit.started_loaders |= set(state["evaluated"])
         callbacks.restore(trainer, state["callbacks"])
         callbacks.write_again(trainer, state["closed_at"])
         for name, one in fit.attributes.items():
@@ -129,11 +130,11 @@ class Fit:
         self.session: lightck.Session | None = None
         self.found: Mapping[str, Any] | None = None
         """What ``Progress`` saved in the checkpoint from which this fit goes on."""
-        self.loaded: dict[str, Any] | None = None
-        """The same, once it is loaded; None after the first batch was fetched."""
-        self.validated: dict[int, int] = {}
+        self.pending_state: dict[str, Any] | None = None
+        """The same, from the time when it is loaded until the first batch is fetched; else None."""
+        self.seen_batches: dict[int, int] = {}
         """Batches of each validation loader so far. Lightning begins to count when it makes these loaders."""
-        self.evaluated: set[str] = set()
+        self.started_loaders: set[str] = set()
         """Keys of the validation's loaders whose workers have started in this run or an earlier one."""
         self.attributes = {"module": ChangedAttributes(module, _assigned_by_packages(type(module)))}
         for number, one in enumerate(trainer.callbacks):
@@ -151,13 +152,13 @@ class Fit:
         self.n_batches = float("inf")
         """Number of batches of an epoch; infinite if a loader has no length."""
         self._lookahead: Lookahead | None = None
-        self.unset_generators: list[Any] | None = None
-        """What ``validation_generators`` returned in the run before; None once they are set."""
+        self.saved_generator_states: list[Any] | None = None
+        """What ``validation_generators`` returned in the run before, until the generators are set to it; else None."""
         self._had_sanity_check = bool(trainer.num_sanity_val_steps)
         self._runs = False
         """Whether the loop of the training has begun."""
         self._at_early_loaders: RandomStates | None = None
-        """If the loaders were made before: the random states at that time."""
+        """The random states at the time when the loaders were made, if that was before the training's loop began."""
         self.pass_has_ended = False
         """Whether the loader of the training has said that its last pass has ended."""
         self._goes_on_in_epoch = False
@@ -175,10 +176,10 @@ class Fit:
         if self.found is not None:
             if trainer.is_global_zero:
                 loggers.rewind(trainer, self.found["loggers"])
-            self._replace(trainer, "num_sanity_val_steps", lambda _: 0)  # the first run has made it
+            self._replace(trainer, "num_sanity_val_steps", lambda _: 0)  # the first run has made the check
         for one in _flat(getattr(loop.epoch_loop.val_loop._data_source, "instance", None)):
             if isinstance(one, DataLoader):
-                one._lightck_restores_draw = True  # ValidationLoader does
+                one._lightck_restores_draw = True  # ValidationLoader undoes the draw when the workers start again
         self._replace(self.module, "_lightck_restores_attributes", lambda _: True)
         self._replace(loop, "run", lambda run: functools.partial(self._run, run))
         self._replace(loop, "_load_combined_loader_states", lambda load: functools.partial(self._loaders_made, load))
@@ -252,7 +253,7 @@ class Fit:
                 "Lightning has made the loaders of the training anew (reload_dataloaders_every_n_epochs, or a second "
                 "fit inside this one). lightck cannot find the place in them again. Leave that argument out."
             )
-        self._refuse_checkpoint_behind()
+        self._prefer_ckpt_path()
         trainer, options = self.trainer, dict(self._options)
         self._prepare_validation()
         for one in self.attributes.values():
@@ -281,8 +282,9 @@ class Fit:
             self.session.step,
         )
 
-    def _refuse_checkpoint_behind(self) -> None:
-        """Let Lightning's own checkpoint count, if the user asked for it; raise if the pool is ahead of it."""
+    def _prefer_ckpt_path(self) -> None:
+        """If the user asked for a checkpoint of Lightning (``ckpt_path``), go on from that, and let the pool begin
+        anew. Raise if the pool is ahead of it."""
         if not self.trainer.ckpt_path:
             return
         if self.found is not None:
@@ -306,12 +308,14 @@ class Fit:
         loop = self.trainer.fit_loop
         combined = loop._combined_loader
         progress = loop.epoch_progress.current
-        self._goes_on_in_epoch = self.loaded is not None and progress.started > progress.processed
+        self._goes_on_in_epoch = self.pending_state is not None and progress.started > progress.processed
         if self._goes_on_in_epoch:
             self._refuse_other_length()
             for one in combined.flattened:  # now, because the pass begins before Lightning does this
                 sys.modules[type(loop).__module__]._set_sampler_epoch(one, progress.processed)
-        is_anew = self.loaded is not None and not (self._goes_on_in_epoch or self.loaded["pass_has_ended"])
+        pending = self.pending_state
+        # The checkpoint lies between two epochs, and the pass before was not read to its end.
+        begins_new_pass = pending is not None and not (self._goes_on_in_epoch or pending["pass_has_ended"])
         sized = [has_length(one) for one in combined.flattened]
         if len(sized) > 1 and (combined._mode == "max_size" or not all(sized)):
             raise UnsupportedError(
@@ -324,14 +328,14 @@ class Fit:
             if not is_sized:
                 inner = self._lookahead = Lookahead(loader)
             name = "train" if len(sized) == 1 else f"train {number}"
-            session_loader = self.session.loader(inner, name=name, anew=is_anew)
-            wrapped.append(TrainLoader(loader, session_loader, self._before_next, self._refused))
+            session_loader = self.session.loader(inner, name=name, anew=begins_new_pass)
+            wrapped.append(TrainLoader(loader, session_loader, self._before_next, self._forget_fetcher))
         combined.flattened = wrapped
 
     def _refuse_other_length(self) -> None:
         """Raise if an epoch has another number of batches than the epoch in which the run before was."""
-        assert self.loaded is not None
-        now, before = self.n_batches, self.loaded["batches_of_an_epoch"]
+        assert self.pending_state is not None
+        now, before = self.n_batches, self.pending_state["batches_of_an_epoch"]
         if now != before:
             raise SessionError(
                 f"An epoch of this Trainer has {now:g} batches, and the epoch of the run in the pool {self.path!r} had "
@@ -344,46 +348,46 @@ class Fit:
     def _before_next(self) -> None:
         assert self.session is not None
         loop = self.trainer.fit_loop.epoch_loop
-        if self.loaded is not None:
+        if self.pending_state is not None:
             for one in self.attributes.values():
                 one.restore_again()
-            results.restore(self.trainer, self.loaded)
-            self.trainer.accumulate_grad_batches = self.loaded["accumulate_grad_batches"]
-            in_eval = set(self.loaded["in_eval"])
+            results.restore(self.trainer, self.pending_state)
+            self.trainer.accumulate_grad_batches = self.pending_state["accumulate_grad_batches"]
+            eval_modules = set(self.pending_state["in_eval"])
             for name, one in self.module.named_modules():
-                one.training = name not in in_eval
-            self.loaded, self.pass_has_ended = None, False
+                one.training = name not in eval_modules
+            self.pending_state, self.pass_has_ended = None, False
             self._n_ended = loop.batch_progress.total.completed
         if not self.module.automatic_optimization and loop.batch_progress.total.completed > self._n_ended:
             self._n_ended = loop.batch_progress.total.completed
             self.session.end_step()  # optimizers may step at different rates
 
-    def _refused(self) -> None:
-        """Let Lightning's teardown leave the loaders alone. (It asks for the length of a pass that has not begun, and
-        its own error would hide the one of the loader.)"""
+    def _forget_fetcher(self) -> None:
+        """Take Lightning's fetcher away, so that its teardown leaves the loaders alone. (It asks for the length of a
+        pass that has not begun, and its own error would hide that of the loader.)"""
         self.trainer.fit_loop._data_fetcher = None
 
     @property
-    def accumulates(self) -> int:
+    def batches_per_update(self) -> int:
         """Number of batches for an update. (A restart sets it after ``on_train_start``, where Lightning checks it.)"""
-        return int((self.loaded or {}).get("accumulate_grad_batches", self.trainer.accumulate_grad_batches))
+        return int((self.pending_state or {}).get("accumulate_grad_batches", self.trainer.accumulate_grad_batches))
 
     @property
-    def in_eval(self) -> list[str]:
+    def eval_modules(self) -> list[str]:
         """Names of the modules in eval mode: hooks at the beginning of an epoch may set it."""
-        if self.loaded is not None:
-            return list(self.loaded["in_eval"])
+        if self.pending_state is not None:
+            return list(self.pending_state["in_eval"])
         return [name for name, one in self.module.named_modules() if not one.training]
 
     def validation_generators(self) -> list[Any]:
         """Return the states of generators that loaders of the validation have of their own."""
-        if self.unset_generators is not None:
-            return self.unset_generators
+        if self.saved_generator_states is not None:
+            return self.saved_generator_states
         combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return [] if combined is None else [one.get_state() for one in generators_of(combined.flattened)]
 
     def _prepare_validation(self) -> None:
-        """Make the loaders of the validation, as the sanity check does it, which is left out."""
+        """Make the loaders of the validation, if the sanity check, which makes them otherwise, is left out."""
         trainer = self.trainer
         if self.found is None or not self._had_sanity_check or not trainer.enable_validation:
             return
@@ -395,29 +399,29 @@ class Fit:
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
         loop = self.trainer.fit_loop
-        if self.loaded is not None and self._goes_on_in_epoch:
+        if self.pending_state is not None and self._goes_on_in_epoch:
             return  # all counters are as they were
-        if self.loaded is not None:
+        if self.pending_state is not None:
             loop.epoch_loop.restarting = False
         reset()
 
     def _epoch_started(self, start: Callable[[Any], None], fetcher: Any) -> None:
         start(fetcher)
-        if self.loaded is not None:
+        if self.pending_state is not None:
             loop = self.trainer.fit_loop
             loop.epoch_loop.restarting = loop._restarting = False  # the loaded state is that between two batches
 
     def _validation_loaders(self, setup: Callable[[], None]) -> None:
         setup()
-        validated, self.validated = self.validated, {}
-        self.trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(validated)
+        seen_batches, self.seen_batches = self.seen_batches, {}
+        self.trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen_batches)
         combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
         if combined is not None:
-            states, self.unset_generators = self.unset_generators or [], None
+            states, self.saved_generator_states = self.saved_generator_states or [], None
             for one, saved in zip(generators_of(combined.flattened), states, strict=False):
                 one.set_state(saved)
             combined.flattened = [
-                ValidationLoader(one, self.evaluated, str(number)) if _has_persistent_workers(one) else one
+                ValidationLoader(one, self.started_loaders, str(number)) if _has_persistent_workers(one) else one
                 for number, one in enumerate(combined.flattened)
             ]
 
@@ -437,8 +441,9 @@ class Fit:
         self.session.close(done=True)
 
     def _end_pass(self) -> None:
-        """Let the pass end if its last batch was given. (Lightning does not ask for one more, so the pass would look
-        unfinished, and a fit with more epochs would have to begin it anew.)"""
+        """If the last batch of the pass was given, ask for one more, so that the session sees the end of the pass.
+        (Lightning does not ask for it, so the pass would look unfinished, and a fit with more epochs would have to
+        begin it anew.)"""
         loop = self.trainer.fit_loop
         iterators = getattr(loop._combined_loader._iterator, "iterators", [])
         if len(iterators) != 1 or not isinstance(iterators[0], Batches):

@@ -16,7 +16,8 @@ _SAMPLERS = ("sampler", "batch_sampler")
 
 
 class _Replacement(WrappedLoader):
-    """Lightning sets ``_iterator`` of a loader to None when it has ended the loader's workers."""
+    """A wrapped loader that has the ``_iterator`` of the loader inside. Lightning sets this attribute to None when it
+    has ended the loader's workers."""
 
     @property
     def _iterator(self) -> Any:
@@ -35,17 +36,17 @@ class TrainLoader(_Replacement):
     """A loader of the training. It iterates over ``session.loader``, which goes on in the middle of a pass."""
 
     def __init__(
-        self, loader: Any, session_loader: Any, before_next: Callable[[], None], refused: Callable[[], None]
+        self, loader: Any, session_loader: Any, before_next: Callable[[], None], on_error: Callable[[], None]
     ) -> None:
-        """``before_next``: called before each batch is fetched. ``refused``: called if a pass cannot go on."""
+        """``before_next``: called before each batch is fetched. ``on_error``: called if a pass cannot go on."""
         super().__init__(loader)
-        self._session_loader, self._before_next, self._refused = session_loader, before_next, refused
+        self._session_loader, self._before_next, self._on_error = session_loader, before_next, on_error
 
     def __iter__(self) -> Iterator[Any]:
         try:
             return Batches(iter(self._session_loader), self._before_next)
         except LightckError:
-            self._refused()
+            self._on_error()
             raise
 
 
@@ -62,7 +63,8 @@ class Batches(Iterator[Any]):
 
 class Lookahead(WrappedLoader):
     """A loader without a length. It fetches one batch more than it gives, so it knows which batch is the last one.
-    (Lightning's own loop fetches ahead, too. There, the batch in between would belong to no checkpoint.)"""
+    (Lightning's own loop can fetch ahead, too. But it would take the extra batch from ``session.loader``, which would
+    count it as used before it is trained.)"""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -70,7 +72,7 @@ class Lookahead(WrappedLoader):
         """Whether the last batch that was given is the last of its pass."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # it lies a batch ahead; a pass is fetched again instead
+        if name in ("state_dict", "load_state_dict"):  # that state is a batch ahead; the pass is fetched again instead
             raise AttributeError(name)
         return super().__getattr__(name)
 

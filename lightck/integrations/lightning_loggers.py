@@ -24,14 +24,14 @@ _COUNT = "_lightck_rows"
 _NAMES = ("CSVLogger", "TensorBoardLogger")
 
 
-def states(trainer: Any) -> list[dict[str, Any] | None]:
+def saved(trainer: Any) -> list[dict[str, Any] | None]:
     """Return what is saved of each logger; None: nothing."""
     return [_state(logger) for logger in trainer.loggers]
 
 
-def rewind(trainer: Any, saved: list[dict[str, Any] | None]) -> None:
+def rewind(trainer: Any, states: list[dict[str, Any] | None]) -> None:
     """Let the loggers go on where the run before was. Call it on rank 0, before anything is logged."""
-    for logger, state in zip(trainer.loggers, saved, strict=False):
+    for logger, state in zip(trainer.loggers, states, strict=False):
         if state is not None and type(logger).__name__ == state["class"] and logger.name == state["name"]:
             _rewind(logger, state)
 

@@ -21,12 +21,12 @@ _FLAGS_OF_LOG = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "a
 _META = ("fx", "name", *_FLAGS_OF_LOG, "dataloader_idx", "metric_attribute")
 """Fields of what Lightning knows of a metric, its reduction and its process group left out."""
 _REDUCTIONS = {name: getattr(torch, name) for name in ("mean", "sum", "max", "min")}
-_OF_PYTHON = {"sum": sum, "max": max, "min": min}
+_BUILTIN_REDUCTIONS = {"sum": sum, "max": max, "min": min}
 _LAST_VALUES = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
 _FLAGS = ("_first_loop_iter", "_current_fx")
 USED_OF_CONNECTOR = (*_LAST_VALUES, *_FLAGS)
 """Attributes of the Trainer's ``_logger_connector`` that this file uses."""
-_named: set[str] = set()
+_warned: set[str] = set()
 """Metrics that a warning has named."""
 
 
@@ -40,7 +40,7 @@ def saved(trainer: Any) -> dict[str, Any]:
         "sums": [_sums(metric) for _, metric in kept],
         "last": {name: dict(getattr(connector, name)) for name in _LAST_VALUES},
         "flags": {name: getattr(connector, name) for name in _FLAGS},
-        "objects": {name: _of_object(one) for name, one in _objects(trainer)},
+        "objects": {name: _metric_state(one) for name, one in _objects(trainer)},
     }
 
 
@@ -66,7 +66,7 @@ def _objects(trainer: Any) -> list[tuple[str, Any]]:
     return [(name, one) for name, one in trainer.lightning_module.named_modules() if hasattr(one, "_defaults")]
 
 
-def _of_object(metric: Any) -> dict[str, Any]:
+def _metric_state(metric: Any) -> dict[str, Any]:
     """Return the sums of a metric, which its ``state_dict()`` leaves out unless they are made persistent."""
     found = {name: getattr(metric, name) for name in metric._defaults}
     for name in ("_update_count", "_forward_cache", "_computed"):
@@ -84,8 +84,8 @@ def _can_be_saved(key: str, metric: Any) -> bool:
     meta = metric.meta
     if meta.sync.group is None and _reduction(meta) in _REDUCTIONS:
         return True
-    if key not in _named:
-        _named.add(key)
+    if key not in _warned:
+        _warned.add(key)
         log.warning(
             "lightck: the sum of the metric %r over an epoch is not saved, because it has a process group of its "
             "own. After a resume in mid-epoch, its value for that epoch misses the batches before",
@@ -122,7 +122,7 @@ def _metric_of(trainer: Any, results: Any, saved_one: dict[str, Any], sums: dict
     module = sys.modules[type(results).__module__]
     fields, (should, rank_zero_only, op) = dict(saved_one["meta"]), saved_one["sync"]
     name = fields["reduce_fx"]
-    fields["reduce_fx"] = (_OF_PYTHON if saved_one["is_builtin"] else _REDUCTIONS)[name]
+    fields["reduce_fx"] = (_BUILTIN_REDUCTIONS if saved_one["is_builtin"] else _REDUCTIONS)[name]
     meta = module._Metadata(**fields)
     sync = module._Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only, _op=op)
     meta.sync = sync

@@ -25,15 +25,15 @@ class EvaluationLoader(WrappedLoader):
     """A loader of an evaluation whose workers persist. It draws a random number when its workers start, once in each
     process. The run before has drawn it, so a resumed run leaves the random state as it was."""
 
-    def __init__(self, loader: Any, evaluated: set[str], key: str) -> None:
-        """``evaluated``: keys of the loaders whose workers have started in this run or before."""
+    def __init__(self, loader: Any, started_loaders: set[str], key: str) -> None:
+        """``started_loaders``: keys of the loaders whose workers have started in this run or before."""
         super().__init__(loader)
-        self._evaluated, self._key = evaluated, key
+        self._started_loaders, self._key = started_loaders, key
 
     def __iter__(self) -> Iterator[Any]:
-        draws_again = self._key in self._evaluated and getattr(self._loader, "_iterator", None) is None
-        self._evaluated.add(self._key)
-        if not draws_again:
+        must_undo_draw = self._key in self._started_loaders and getattr(self._loader, "_iterator", None) is None
+        self._started_loaders.add(self._key)
+        if not must_undo_draw:
             yield from self._loader
             return
         random_state = torch.get_rng_state()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import lightck
 from lightck.errors import FormatError, NoCheckpointError, PoolNotFoundError, UnsupportedError
-from lightck.ranks.copy_file import copies_in
-from lightck.ranks.directory import pools_in
-from lightck.session.fetch_before_attach import fetch_newest
+from lightck.session.fetch_before_attach import fetch_newest, is_empty_directory
 
 
 def newest(path: str, step: int | None = None) -> lightck.Checkpoint:
@@ -29,8 +26,8 @@ def newest_of_training(path: str, *, resume: bool, options: Mapping[str, Any]) -
     if resume:
         known = {name: options[name] for name in ("backend", "group", "timeout") if name in options}
         fetch_newest(path, options.get("tiers"), **known)
-    if os.path.isdir(path) and not pools_in(path) and not copies_in(path):
-        return None  # the directory of a group that has begun nothing yet
+    if is_empty_directory(path):
+        return None
     try:
         return newest(path)
     except (PoolNotFoundError, NoCheckpointError):

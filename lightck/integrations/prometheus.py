@@ -16,52 +16,56 @@ from prometheus_client.registry import Collector
 import lightck
 
 
-class _Of(NamedTuple):
+class _Metric(NamedTuple):
     """A metric whose value is an attribute of ``Stats``, or of the stats of a tier."""
 
     attribute: str
     name: str
     """Without the prefix ``lightck_``, and without the suffix ``_total`` of a counter."""
-    says: str
+    help: str
 
 
 _COUNTERS = (
-    _Of("checkpoints", "commits", "Checkpoints that were committed to the pool."),
-    _Of("bytes_written", "written_bytes", "Bytes of committed checkpoints that were written to the pool."),
-    _Of("stall_seconds", "stall_seconds", "Time that lightck spent on the training thread."),
-    _Of("wait_seconds", "wait_seconds", "The part of the stall in which the training thread waited for copies."),
-    _Of("rank_wait_seconds", "rank_wait_seconds", "The part of the wait in which this rank waited for other ranks."),
-    _Of("slowdown_seconds", "slowdown_seconds", "Estimate of how much longer the loop's own operations took."),
-    _Of("cpu_seconds", "cpu_seconds", "CPU time of all threads and hooks of lightck."),
-    _Of("skipped", "skipped", "Checkpoints and updates that were skipped; see Stats.skipped."),
-    _Of("kept", "exports", "Checkpoints that were exported as files."),
-    _Of("holds_honored", "holds_honored", "Slots that were skipped because a reader held them."),
-    _Of("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
-    _Of("pool_rounds", "pool_reread_rounds", "How often everything in the pool was read again."),
-    _Of("pool_bytes_reread", "pool_reread_bytes", "Bytes of the pool that were read again."),
-    _Of("pool_damaged", "pool_damaged", "Checkpoints of the pool that were found damaged."),
+    _Metric("checkpoints", "commits", "Checkpoints that were committed to the pool."),
+    _Metric("bytes_written", "written_bytes", "Bytes of checkpoints and gradient records written to the pool."),
+    _Metric("stall_seconds", "stall_seconds", "Time that lightck spent on the training thread."),
+    _Metric(
+        "wait_seconds",
+        "wait_seconds",
+        "The part of the stall in which the training thread waited for copies and commits, or helped to copy.",
+    ),
+    _Metric("rank_wait_seconds", "rank_wait_seconds", "The part of the wait in which this rank waited for others."),
+    _Metric("slowdown_seconds", "slowdown_seconds", "Estimate of how much longer the loop's own operations took."),
+    _Metric("cpu_seconds", "cpu_seconds", "CPU time of all threads and hooks of lightck."),
+    _Metric("skipped", "skipped", "Checkpoints and updates that were skipped; see Stats.skipped."),
+    _Metric("kept", "exports", "Checkpoints that were exported as files."),
+    _Metric("holds_honored", "holds_honored", "Slots that were skipped because a reader held them."),
+    _Metric("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
+    _Metric("pool_rounds", "pool_reread_rounds", "How often everything in the pool was read again."),
+    _Metric("pool_bytes_reread", "pool_reread_bytes", "Bytes of the pool that were read again."),
+    _Metric("pool_damaged", "pool_damaged", "Checkpoints of the pool that were found damaged."),
 )
 _GAUGES = (
-    _Of("step", "step", "Updates since the beginning of the training."),
-    _Of("committed", "committed_step", "Step of the newest committed checkpoint."),
-    _Of("committed_at", "committed_timestamp_seconds", "When the newest commit was reported, in Unix time."),
-    _Of("in_flight", "in_flight_checkpoints", "Checkpoints between their boundary and their commit."),
-    _Of("interval", "interval_steps", "Updates from one checkpoint to the next."),
+    _Metric("step", "step", "Updates since the beginning of the training."),
+    _Metric("committed", "committed_step", "Step of the newest committed checkpoint."),
+    _Metric("committed_at", "committed_timestamp_seconds", "When the newest commit was reported, in Unix time."),
+    _Metric("in_flight", "in_flight_checkpoints", "Checkpoints between their boundary and their commit."),
+    _Metric("interval", "interval_steps", "Updates from one checkpoint to the next."),
 )
 _TIER_COUNTERS = (
-    _Of("checkpoints", "tier_checkpoints", "Checkpoints that were sent to the tier."),
-    _Of("bytes_sent", "tier_sent_bytes", "Bytes that were written to the tier."),
-    _Of("failures", "tier_failures", "How often sending to the tier has begun to fail."),
-    _Of("rounds", "tier_reread_rounds", "How often everything in the tier was read again."),
-    _Of("bytes_reread", "tier_reread_bytes", "Bytes of the tier that were read again."),
-    _Of("damaged", "tier_damaged", "Files of the tier that were found damaged."),
-    _Of("mended", "tier_mended", "Damaged files of the tier that were written anew."),
+    _Metric("checkpoints", "tier_checkpoints", "Checkpoints that were sent to the tier."),
+    _Metric("bytes_sent", "tier_sent_bytes", "Bytes that were written to the tier."),
+    _Metric("failures", "tier_failures", "How often sending to the tier has begun to fail."),
+    _Metric("rounds", "tier_reread_rounds", "How often everything in the tier was read again."),
+    _Metric("bytes_reread", "tier_reread_bytes", "Bytes of the tier that were read again."),
+    _Metric("damaged", "tier_damaged", "Files of the tier that were found damaged."),
+    _Metric("mended", "tier_mended", "Damaged files of the tier that were written anew."),
 )
 _TIER_GAUGES = (
-    _Of("step", "tier_step", "Step of the newest checkpoint in the tier."),
-    _Of("sent_at", "tier_sent_timestamp_seconds", "When the newest checkpoint was sent, in Unix time."),
-    _Of("seconds", "tier_send_seconds", "How long the newest checkpoint took to send."),
-    _Of("waiting", "tier_waiting_checkpoints", "Checkpoints that are held in the pool until they are sent."),
+    _Metric("step", "tier_step", "Step of the newest checkpoint in the tier."),
+    _Metric("sent_at", "tier_sent_timestamp_seconds", "When the newest checkpoint was sent, in Unix time."),
+    _Metric("seconds", "tier_send_seconds", "How long the newest checkpoint took to send."),
+    _Metric("waiting", "tier_waiting_checkpoints", "Checkpoints that are held in the pool until they are sent."),
 )
 
 
@@ -101,18 +105,18 @@ class SessionCollector(Collector):
 
     def _metrics(
         self,
-        counters: tuple[_Of, ...],
-        gauges: tuple[_Of, ...],
+        counters: tuple[_Metric, ...],
+        gauges: tuple[_Metric, ...],
         labels: tuple[str, ...],
         found: Sequence[tuple[tuple[str, ...], object]],
     ) -> Iterator[Metric]:
         for each in counters:
-            counter = CounterMetricFamily(f"lightck_{each.name}", each.says, labels=labels)
+            counter = CounterMetricFamily(f"lightck_{each.name}", each.help, labels=labels)
             for values, source in found:
                 counter.add_metric(values, self._risen((each.name, *values), getattr(source, each.attribute)))
             yield counter
         for each in gauges:
-            gauge = GaugeMetricFamily(f"lightck_{each.name}", each.says, labels=labels)
+            gauge = GaugeMetricFamily(f"lightck_{each.name}", each.help, labels=labels)
             for values, source in found:
                 value = getattr(source, each.attribute)
                 if value is not None:

@@ -13,13 +13,13 @@ How a training goes:
     train_step(), save()      the step is open: update, log, and the folder that torchtitan may write
     validate()                still open, so that an evaluation or a save that is interrupted is repeated
     should_continue_training  closes the step, before ``trainer.step`` counts the next one
-    close()                   of the trainer: the session ends. After an error in an open step that step is dropped
+    close()                   of the trainer: the session ends. A step that was begun and not closed is dropped
 
 Invariant: a step is closed when everything of it is done and nothing of the next one is, so the numbers of the
 trainer, the position of its loader and the tensors belong to one step.
 
-Failure cases: a trainer with a loop of its own, stages of a pipeline, folders that are ahead of the pool, and
-``load_step`` beside a pool with finished steps: an error before the first step.
+Failure cases: an error is raised before the first step for a trainer with a loop of its own, for stages of a pipeline,
+for folders that are ahead of the pool, and for ``load_step`` beside a pool with finished steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _USED_OF_MANAGER = ("_load", "_save", "_close", "_find_load_step")
 _USED_OF_TRAINER = ("should_continue_training", "parallel_dims", "config", "dataloader", "step")
 """What this file uses of torchtitan's ``CheckpointManager``, and of its trainer."""
 _FOLDER_AHEAD_MAX = 3
-"""So many steps, or intervals of the pool, a folder of torchtitan may be ahead of the pool after a kill."""
+"""After a kill, torchtitan's newest folder may be ahead of the pool by at most this number of the pool's intervals."""
 
 
 class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]

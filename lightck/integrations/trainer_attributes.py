@@ -42,7 +42,7 @@ class TrainerAttributes:
         """Identity and version of the attributes that are tensors."""
         self._restored: set[str] = set()
         """Attributes that an earlier run changed."""
-        self._named: set[str] = set()
+        self._warned: set[str] = set()
         """Attributes that a warning has named."""
 
     def watch(self) -> None:
@@ -83,9 +83,9 @@ class TrainerAttributes:
         return [(name, json.dumps(value, default=list)) for name, value in own]
 
     def _warn(self, name: str, reason: str) -> None:
-        if name in self._named:
+        if name in self._warned:
             return
-        self._named.add(name)
+        self._warned.add(name)
         log.warning(
             "lightck: the %s changes its attribute %r while it trains. It %s, so it is not saved, and a resume would "
             "not know it. Put it into an object with state_dict() and load_state_dict(), and pass that to attach: "
@@ -104,7 +104,8 @@ def assigned_by_transformers() -> frozenset[str]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON gives the value back, in the containers that ``filled`` keeps."""
+    """Whether the value survives JSON. Its deques come back as lists; ``filled`` keeps those that are the present value
+    itself, or lie in its dicts."""
     if isinstance(value, dict):
         return all(type(key) is str and _is_plain(one) for key, one in value.items())
     if isinstance(value, (list, deque)):

@@ -35,7 +35,7 @@ class TrainLoader(WrappedLoader):
 
     def after(self, n_batches: int) -> TrainLoader:
         """Return the loader for an epoch of which the Trainer wants to skip the first batches. If the training goes on
-        from the pool, ``session.loader`` finds its place itself."""
+        from the pool, this is the same loader: ``session.loader`` begins at the right batch by itself."""
         return self if self._owner.found is not None else TrainLoader(self._loader, self._owner, n_batches)
 
 

@@ -6,11 +6,11 @@
 
 How a run goes:
 
-    train()             the pool's newest checkpoint is read, but no tensor of it. What the Trainer kept
-                        (``TrainerState``) is written into a folder, which is given to the Trainer as
-                        ``resume_from_checkpoint``. So the Trainer itself finds epoch and update at which it goes on. It
-                        loads nothing else from the folder: model, optimizer, scheduler and random states come from
-                        the pool
+    train()             the small state of the pool's newest checkpoint is read (its tensors too, if the pool has
+                        gradient records). What the Trainer kept (``TrainerState``) is written into a folder, which is
+                        given to the Trainer as ``resume_from_checkpoint``. So the Trainer itself finds epoch and update
+                        at which it goes on. It loads nothing else from the folder: model, optimizer, scheduler and
+                        random states come from the pool
     on_train_begin      ``lightck.attach``: optimizer and scheduler exist, and no batch was fetched. Then sums and
                         counters of the Trainer are set as they were
     next() of a batch   closes the step before: its log, evaluation and save are done
@@ -198,7 +198,8 @@ class Progress:
         self._last: object = None
         """The entry that was encoded last."""
         self._loaded: tuple[int, int, bytes] | None = None
-        """Step, entries of the log, and what was loaded. (The Trainer has set max_steps anew since then.)"""
+        """(step, number of entries of the log, bytes that were loaded). While step and number are as at the load, these
+        bytes are saved again, because the Trainer has meanwhile set max_steps anew."""
 
     def state_dict(self) -> dict[str, Any]:
         owner, trainer = self._owner, self._owner.trainer
@@ -218,12 +219,12 @@ class Progress:
             "seconds": owner.seconds,
             "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
             "epoch_was_cut": owner.epoch_was_cut,
-            "evaluated": sorted(owner.evaluated),
+            "evaluated": sorted(owner.started_loaders),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         owner, trainer = self._owner, self._owner.trainer
-        own = json.loads(state["trainer_state"])  # what was found is rank 0's, whose log has other times
+        own = json.loads(state["trainer_state"])  # ``owner.found`` is rank 0's, whose log has other times
         if owner.found is None or own["global_step"] != json.loads(owner.found["trainer_state"])["global_step"]:
             raise SessionError(
                 f"The pool {owner.path!r} has changed since train() began. Another process may train into it. Nothing "
@@ -238,7 +239,7 @@ class Progress:
         if hasattr(trainer, "_initial_global_step"):
             trainer._initial_global_step = state["initial_global_step"]
         trainer.control.should_training_stop = state["stopped"]
-        owner.epoch_was_cut, owner.evaluated = state["epoch_was_cut"], set(state["evaluated"])
+        owner.epoch_was_cut, owner.started_loaders = state["epoch_was_cut"], set(state["evaluated"])
         owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
         owner.callbacks.restore(json.loads(state["callbacks"]))
         owner.attributes.restore(json.loads(state["attributes"]))
@@ -281,7 +282,7 @@ class TrainerSession:
         self.session: lightck.Session | None = None
         self.found: Mapping[str, Any] | None = None
         """What ``Progress`` saved in the checkpoint from which this run goes on."""
-        self.evaluated: set[str] = set()
+        self.started_loaders: set[str] = set()
         """Keys of the evaluation's loaders whose workers have started in this run or an earlier one."""
         self.epoch_was_cut = False
         """Whether a callback has ended an epoch early, so that the Trainer cannot find its place in a later one."""
@@ -333,7 +334,7 @@ class TrainerSession:
             raise SessionError("train() is running already.")
         step = self._look()
         if resume_from_checkpoint:
-            self._refuse_behind(resume_from_checkpoint, step)
+            self._prefer_trainer_checkpoint(resume_from_checkpoint, step)
             return self._run(train, resume_from_checkpoint, kwargs)
         if self.found is None:
             return self._run(train, None, kwargs)
@@ -371,7 +372,7 @@ class TrainerSession:
         self.found = state[STATE_NAME]
         return int(json.loads(self.found["trainer_state"])["global_step"])
 
-    def _refuse_behind(self, resume_from_checkpoint: str | bool, step: int | None) -> None:
+    def _prefer_trainer_checkpoint(self, resume_from_checkpoint: str | bool, step: int | None) -> None:
         """Raise ``CheckpointExistsError`` if the pool is ahead of the Trainer's own checkpoint, which is to be loaded.
         Else that one is loaded, and the pool begins anew."""
         folder = resume_from_checkpoint
@@ -411,7 +412,7 @@ class TrainerSession:
             )
 
     def _run(self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, kwargs: dict[str, Any]) -> Any:
-        """Run the Trainer's ``train``, with this object in its way."""
+        """Run the Trainer's ``train``, with methods of this object in place of the Trainer's."""
         trainer, is_resumed = self.trainer, self._folder is not None
         self._session_loader, self.begins_epoch = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
@@ -429,7 +430,7 @@ class TrainerSession:
             if is_resumed:
                 for name in _LOADING:
                     replace(stack, trainer, name, lambda _: _load_nothing)
-                replace(stack, trainer.args, "eval_on_start", lambda _: False)  # the first run has done it
+                replace(stack, trainer.args, "eval_on_start", lambda _: False)  # the first run has evaluated
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             finally:
@@ -442,7 +443,7 @@ class TrainerSession:
         """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
         trainer, options = self.trainer, dict(self._options)
         state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
-        if not isinstance(trainer.lr_scheduler, LRScheduler):  # others are found (GreedyLR is none)
+        if not isinstance(trainer.lr_scheduler, LRScheduler):  # as GreedyLR; LRSchedulers are found by attach
             state.setdefault("scheduler", trainer.lr_scheduler)
         self.session = lightck.attach(
             trainer.model_wrapped,
@@ -464,7 +465,7 @@ class TrainerSession:
 
     def _evaluation_loader(self, get: Callable[..., Any], eval_dataset: Any = None) -> EvaluationLoader:
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        return EvaluationLoader(get(eval_dataset), self.evaluated, key)
+        return EvaluationLoader(get(eval_dataset), self.started_loaders, key)
 
     def loader_of(self, loader: Any) -> Any:
         """Return the session's loader, which iterates over the Trainer's, and is at the batch that comes next."""
@@ -496,8 +497,9 @@ class TrainerSession:
     def _init_state(
         self, init: Callable[..., tuple[int, int]], max_steps: int, per_epoch: int, n_epochs: int, *others: Any
     ) -> tuple[int, int]:
-        """Return the epoch, and how many batches of it were trained. Of a loader without a length the Trainer takes all
-        updates for one epoch, so an iterable dataset would be shuffled as in an earlier epoch (``set_epoch``)."""
+        """Return the epoch, and how many batches of it were trained. (If the loader has no length, the Trainer takes
+        all updates for one epoch, so it would give ``set_epoch`` of an iterable dataset a wrong number. Then the saved
+        epoch is returned.)"""
         self.updates_per_epoch = None if n_epochs == sys.maxsize else per_epoch  # the Trainer's mark of no length
         epoch, n_batches = init(max_steps, per_epoch, n_epochs, *others)
         if self.found is None:

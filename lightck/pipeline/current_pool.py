@@ -16,7 +16,7 @@ from lightck.pool.create import RESERVE_MIN, create
 from lightck.pool.engine import Engine
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
-from lightck.pool.listener import CommitEvents, HeldCheckpoint
+from lightck.pool.listener import CarriedCheckpoint, CommitEvents
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
@@ -170,7 +170,7 @@ class CurrentPool:
 
     def _laid_out_anew(self, old: PoolWriter | None, entries: Sequence[Entry], state_nbytes: int) -> PoolWriter:
         """Return the writer of an empty new file with space for the checkpoints that the relayout carries over."""
-        carried: Sequence[HeldCheckpoint] = ()
+        carried: Sequence[CarriedCheckpoint] = ()
         if old is not None:
             self._events.relayout_begins(old)
             carried = self._events.checkpoints_to_carry(old)

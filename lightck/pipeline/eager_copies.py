@@ -157,7 +157,7 @@ class _UpdateCopies:
     def __init__(
         self, tables: WriteTableCache, slot: Slot, table: WriteTable, needs_checksums: Callable[[str, int | None], bool]
     ) -> None:
-        self.reservation = tables.writer.reservation(slot)
+        self.reservation = tables.writer.reserve(slot)
         self._tables, self._writer, self._table = tables, tables.writer, table
         self._needs_checksums = needs_checksums
         self.n_params = 0

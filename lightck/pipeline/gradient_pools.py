@@ -128,7 +128,7 @@ class GradientPools:
         dtypes = dtype_name(INDEX_DTYPE), param.dtype
         return [
             Entry(name, GRADIENT_ROLE, dtype, (room,), (1,), room * ITEM_NBYTES[dtype], param.device, layer=param.layer)
-            for name, dtype in zip(gradient_names(unit_of(param), is_sparse=True), dtypes, strict=True)
+            for name, dtype in zip(gradient_names(unit_of(param), has_indices=True), dtypes, strict=True)
         ]
 
     def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
@@ -166,7 +166,7 @@ class GradientPools:
         assert isinstance(writer, GradientWriter)
         if any(slot.in_flight for slot in writer.slots.slots):
             return None
-        writer.release(held)
+        writer.unprotect_all_but(held)
         step, update, names = closed_step.step, closed_step.update, writer.units.names
         moved = frozenset[str]() if update is None else update.whole & writer.units.numbers.keys()
         if moved:
@@ -218,7 +218,7 @@ def _is_in_home(entry: Entry, whole: Collection[str]) -> bool:
 def _gradient_entry(param: Entry) -> Entry:
     """Return the entry of a dense gradient, whose elements are stored in row-major order. (The gradient of a part of a
     parameter is stored as a whole tensor, because only the same rank makes updates with it.)"""
-    (name,) = gradient_names(unit_of(param), is_sparse=False)
+    (name,) = gradient_names(unit_of(param), has_indices=False)
     stride = contiguous_stride(param.shape)
     return param._replace(
         name=name, role=GRADIENT_ROLE, stride=stride, place=SLOT_PLACE, logical_shape=None, pieces=None

@@ -12,7 +12,7 @@ from functools import partial
 from lightck.errors import listed
 from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
-from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_BESIDE_DIRECT_WRITES
+from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_FOR_DIRECT_WRITES
 from lightck.pool.writer import Pending, PoolWriter
 
 log = logging.getLogger("lightck")
@@ -98,11 +98,11 @@ def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) 
     in flight now. ``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins.
 
     The engine's job table has ``JOBS_MAX`` entries. Each copy thread (by default there are at most
-    ``THREADS_BESIDE_DIRECT_WRITES``), and the transfer thread, can still refer to an entry that was freed, so one entry
+    ``THREADS_FOR_DIRECT_WRITES``), and the transfer thread, can still refer to an entry that was freed, so one entry
     stays unused for each of these threads. The checkpoints that can be in flight at the same time share the other
     entries equally. Of the entries that are free now, one is kept for the job that commits the next checkpoint, and one
     for each further checkpoint that can begin before an entry is freed."""
-    entries = JOBS_MAX - THREADS_BESIDE_DIRECT_WRITES - 1
+    entries = JOBS_MAX - THREADS_FOR_DIRECT_WRITES - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)
     return min(share, entries - 1 - to_come - sum(checkpoint.n_jobs for checkpoint in checkpoints))

@@ -69,7 +69,7 @@ class LateCopies:
         if not self._parts:
             yield Begun(reservation, NO_RECORDS, 0)
             return
-        used = reservation or writer.reservation(slot)
+        used = reservation or writer.reserve(slot)
         try:
             yield self._begin(used, submission, jobs_max)
         except BaseException:
@@ -118,7 +118,7 @@ def _start(job: Job) -> None:
     try:
         job.start()
     except LightckError as err:
-        job.give_up(err)
+        job.fail(err)
 
 
 def _part(tensors: Sequence[tuple[Live, TensorRecord]]) -> _Part:

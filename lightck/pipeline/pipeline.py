@@ -506,7 +506,7 @@ class Pipeline:
             return False
         checkpoint.drop(rejection.reason, rejection.names, rejection.consequence)
         self._in_flight.remove(checkpoint)
-        self._writer.release_slot(checkpoint.pending, bad=False)
+        self._writer.free_slot(checkpoint.pending, bad=False)
         self._was_given_up = True
         self._meter.skipped += 1
         self.guard.given_up(rejection, self._writer)
@@ -527,7 +527,7 @@ class Pipeline:
         except LightckError:
             self._in_flight.remove(checkpoint)
             checkpoint.pending.job.abandon()
-            self._writer.release_slot(checkpoint.pending, bad=True)
+            self._writer.free_slot(checkpoint.pending, bad=True)
             self._writer.refuse_lost_pool()  # raises a more specific error if the pool file was lost
             raise
 

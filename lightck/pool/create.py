@@ -69,7 +69,7 @@ def create(
     if the pool is not that of a rank.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras, group)
-    container = _allocated(backend, path, sb.nbytes, may_discard)
+    container = _allocate(backend, path, sb.nbytes, may_discard)
     with (
         undo_on_error(container.close),
         contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).tier)) as medium,
@@ -87,7 +87,7 @@ def pool_nbytes(entries: Sequence[Entry], *, slots: int, state_nbytes: int) -> i
     return _geometry(entries, slots, state_nbytes, 0, (), None)[0].nbytes
 
 
-def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
+def _allocate(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
     """Create the container. If there is no room for it beside what is at the path, and ``may_discard`` is true, discard
     what is at the path first."""
     try:
@@ -120,9 +120,9 @@ def _geometry(
     part = part_nbytes(in_homes, BLOCK_MAX, slots) if has_gradients else 0
     manifest = _manifest_nbytes(entries, extras, len(encoded), state_nbytes, part)
     payload_offset = PAGE + 2 * manifest
-    placed, reserve_offset = layout.place(in_slots, payload_offset)
+    placed, reserve_offset = layout.assign_offsets(in_slots, payload_offset)
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
-    placed_in_homes, home_nbytes = layout.place(in_homes, 0)
+    placed_in_homes, home_nbytes = layout.assign_offsets(in_homes, 0)
     home_nbytes = align_up(home_nbytes, SLOT_ALIGN)
     table = layout.encode([*placed_in_homes, *placed], group, has_shares=has_shares, has_gradients=has_gradients)
     table_space = align_up(len(table), PAGE)

@@ -1,7 +1,8 @@
 """Whether the large blocks of a pool on a disk are written past the page cache (``O_DIRECT``; native/src/direct.c).
 
-This is decided once, when the pool is mapped for writing. A file that takes no direct writes is written through the
-page cache, and ``DirectWrites.method`` says why. Both ways write the same bytes to the same places, commit in the same
+This is decided when the pool is mapped for writing. A file that takes no direct writes is written through the page
+cache, and ``DirectWrites.method`` says why. If the kernel refuses a direct write later, the page cache is used from
+then on. Both ways write the same bytes to the same places, commit in the same
 order with the same syncs, and survive the same failures: they differ in processor time.
 
 The kernel must keep direct writes, the mapping and reads of one file in step. Only the file systems below are trusted
@@ -16,7 +17,7 @@ import os
 
 from lightck._native import lib, reason
 from lightck.errors import PoolError
-from lightck.pool.engine import THREADS_BESIDE_DIRECT_WRITES, Engine, Medium
+from lightck.pool.engine import THREADS_FOR_DIRECT_WRITES, Engine, Medium
 from lightck.pool.format.structures import KIB, PAGE
 from lightck.pool.storage.durability import TIER_DISK
 from lightck.pool.storage.extents import Extents
@@ -26,7 +27,8 @@ log = logging.getLogger("lightck")
 _IN_TESTS = os.environ.get("LIGHTCK_TEST_DIRECT") == "1"
 """Tests write small blocks directly too, and on every file system that opens a file with ``O_DIRECT``."""
 DIRECT_NBYTES_MIN = 4 * KIB if _IN_TESTS else 256 * KIB
-"""Blocks with fewer bytes in whole pages are stored through the mapping. A short direct write costs more than that."""
+"""Blocks with fewer bytes in whole pages are stored through the mapping. A short direct write costs more than a
+store through the mapping."""
 _FILE_SYSTEMS = {0xEF53: "ext4", 0x58465342: "XFS"}
 """Names of file systems by their f_type (statfs)."""
 DIRECT = "direct"
@@ -93,16 +95,17 @@ def why_untrusted(path: str) -> str | None:
 
 
 def copy_threads(path: str, backend: str, tier: int) -> int | None:
-    """Return how many threads shall copy into a pool; None: as many as by default, as for a pool that is written
-    through the page cache: with many threads its steps take a tenth longer. ``path``: of the pool, which need not exist
-    yet. ``backend``: the name of its backend. ``tier``: ``TIER_...`` of it."""
+    """Return the number of copy threads for a pool. None: the default number. A pool that is written through the page
+    cache gets this number too, because more threads would make its steps a tenth longer. ``path``: of the pool, which
+    need not exist yet. ``backend``: the name of its backend. ``tier``: ``TIER_...`` of it."""
     is_direct = backend == "file" and tier == TIER_DISK and why_untrusted(os.path.dirname(path)) is None
-    return THREADS_BESIDE_DIRECT_WRITES if is_direct else None
+    return THREADS_FOR_DIRECT_WRITES if is_direct else None
 
 
 def method_in(folder: str, tier: int) -> str | None:
-    """Return ``DirectWrites.method`` of a pool in a plain file in this folder; None also if it is unknown, because the
-    folder takes no unnamed file, which this makes for a moment. ``tier``: ``TIER_...`` of such a pool."""
+    """Return ``DirectWrites.method`` of a pool in a plain file in this folder; None also if it is unknown. To find out,
+    this makes an unnamed file for a moment, allocates its space and maps it. If one of these fails, the method is
+    unknown. ``tier``: ``TIER_...`` of such a pool."""
     if tier != TIER_DISK:
         return None
     try:

@@ -31,10 +31,10 @@ COPIED, ENDED = 2, 3
 JOBS_MAX = lib.LCK_JOBS_MAX
 """Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
 THREADS_DEFAULT = 2
-"""Default number of copy threads on a machine with more than four processors. With fewer, the default is one."""
-THREADS_BESIDE_DEVICES_MAX = 8
-"""The largest default number of copy threads of a training on devices (see ``threads_beside_devices``)."""
-THREADS_BESIDE_DIRECT_WRITES = 16
+"""Default number of copy threads on a machine with more than four processors. With four or fewer it is one."""
+THREADS_WITH_DEVICES_MAX = 8
+"""The largest default number of copy threads of a training on devices (see ``threads_with_devices``)."""
+THREADS_FOR_DIRECT_WRITES = 16
 """Default number of copy threads if blocks are written past the page cache. Such a thread sleeps until the disk has its
 block. Then it has idle priority, and waits for a free processor. With so many of them, a free moment is enough for many
 blocks, and the disk always has some to write. No default is larger than this."""
@@ -123,14 +123,14 @@ class JobInfo:
     """How many of ``nbytes`` were stored by threads that waited for the job."""
 
 
-def threads_beside_devices(n_devices: int) -> int:
+def threads_with_devices(n_devices: int) -> int:
     """Return the number of copy threads for a training on one of the ``n_devices`` devices of this machine.
 
     Such a training leaves most processors idle, and a device delivers bytes faster than two threads can take them: one
     thread takes 7 to 10 GB/s, a device sends 50 GB/s and more. Half of the processors are left to the training, and
     each device may have a training of its own."""
     processors = len(os.sched_getaffinity(0))
-    return max(_default_threads(), min(THREADS_BESIDE_DEVICES_MAX, processors // (2 * max(1, n_devices))))
+    return max(_default_threads(), min(THREADS_WITH_DEVICES_MAX, processors // (2 * max(1, n_devices))))
 
 
 def _default_threads() -> int:
@@ -254,20 +254,19 @@ class Job:
         self.parts = tuple(parts)
         self.is_released = False
         self._why: BaseException | None = None
-        """The reason that ``give_up`` got."""
+        """The reason that ``fail`` got."""
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies of a *held* job begin. A held job was submitted before its sources were complete
-        (``LCK_HELD``). Call this method when they are complete. Returns False if the job was dropped or forgotten.
-        Raises ``BackgroundError``."""
+        """Let the copies begin of a job that was submitted before its sources were complete (``LCK_HELD``). Call this
+        method when they are complete. Returns False if the job was dropped or forgotten. Raises ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
         if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten
             return False
         check(status, "starting the copies of a checkpoint")
         return True
 
-    def give_up(self, why: BaseException) -> None:
+    def fail(self, why: BaseException) -> None:
         """Fail a job that waits for ``start``, because its sources will never be complete. ``wait`` and ``commit`` then
         raise ``BackgroundError`` with ``why`` as the reason."""
         self._why = why
@@ -311,7 +310,7 @@ class Job:
 
     def abandon(self) -> None:
         """End the job in any state: cancel it if it is not released, else wait until it has committed or failed. Then
-        free the engine's entries of the job and of its parts."""
+        free the entries of the job and of its parts in the engine's job table."""
         engine = self._engine.handle
         for job in (*self.parts, self):
             if not job.is_released:
@@ -369,7 +368,8 @@ class Job:
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
-        """Free the engine's entries of a job that has ended and of its parts, and drop the reference to ``memory``."""
+        """Free the entries in the engine's job table of a job that has ended and of its parts, and drop the reference
+        to ``memory``."""
         for part in self.parts:
             part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)

@@ -11,12 +11,13 @@ it ended (``GradientLog.with_record``, ``with_commit``, ``with_hole``). Nothing 
 Invariants (a checkpoint *needs* the bases that it names, and the records after the oldest of them):
 
 1. No plan overwrites a place that a protected checkpoint needs. Protected is the newest committed checkpoint; in a
-   group of ranks each committed one, until ``with_released`` says that the other ranks need it no more.
+   group of ranks each committed one, until ``with_protected_only`` says that the other ranks need it no more.
 2. The records of a checkpoint have no hole: their steps are consecutive, up to the checkpoint's own.
 3. A unit is written to a home that no protected checkpoint names as its base.
 4. After an update without a good record (a *hole*), the next checkpoint is full.
 5. A record that is not committed is no checkpoint: it holds only what its update consumed. If a record is damaged, the
-   newest committed checkpoint before it is recovered. So a checkpoint is full if there would be none.
+   newest committed checkpoint before it is recovered. A checkpoint is full if otherwise no earlier one could be
+   recovered.
 
 With at least ``tolerant_records`` slots, a checkpoint at rest also survives any one damaged place of the pool. For
 that, the other home of each unit must stand in for its base: it holds an older base, and the log still has every record
@@ -43,7 +44,7 @@ BASE_EVERY_MIN = 2
 Steps = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Homes = npt.NDArray[np.uint8]
-Units = npt.NDArray[np.int64]
+UnitNumbers = npt.NDArray[np.int64]
 
 
 # -- how many records --------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def tolerant_records(base_every: int) -> int:
 
 
 def tolerant_base_every(n_records: int) -> int:
-    """Return the largest ``base_every`` for which so many record slots are ``tolerant_records``, but at least
+    """Return the largest ``base_every`` whose ``tolerant_records`` are at most ``n_records``, but at least
     ``BASE_EVERY_MIN``."""
     return max((n_records + 1) // 2, BASE_EVERY_MIN)
 
@@ -79,12 +80,12 @@ def records_default(base_every: int, interval: int = 1, *, in_group: bool = Fals
 
 
 def round_of(base_every: int, interval: int) -> int:
-    """Return in how many steps each unit is written to a home, if every ``interval``-th record is committed.
+    """Return how many steps lie between two writes of a unit to a home, if every ``interval``-th record is committed.
 
-    If a record is damaged, an earlier commit is recovered, from bases that are at least as old. Between the bases of a
-    unit lies one round. If rounds and intervals of other lengths alternate, every second checkpoint or so would have to
-    be full, for some unit has no base that is old enough. So ``base_every`` is rounded down to a multiple of the
-    interval. (With an interval of at most 2, or of more than ``base_every - 2``, there is always such a base.)"""
+    This is ``base_every``, rounded down to a multiple of the interval. If a record is damaged, an earlier commit is
+    recovered, and each unit needs a base that is at least as old as this commit. Without the rounding, some units would
+    have no such base, and about every second checkpoint would have to be full. (With an interval of at most 2, or of
+    more than ``base_every - 2``, each unit has such a base without it.)"""
     return base_every - base_every % interval if 2 < interval < base_every - 1 else base_every
 
 
@@ -111,10 +112,11 @@ def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, i
             f"lose every checkpoint. Use at least {least}."
         )
     if records > RECORD_SLOTS_MAX:
-        subject = f"base_every={base_every} needs" if log_records is None else "log_records is"
+        needs = f"base_every={base_every} needs {records} records"
+        fact = needs if log_records is None else f"log_records is {records}"
         cure = f", or log_records of {least} to {RECORD_SLOTS_MAX}" if least <= RECORD_SLOTS_MAX else ""
         return (
-            f"{subject} {records} records, and a pool has at most {RECORD_SLOTS_MAX}. Choose a smaller base_every"
+            f"{fact}, and a pool has at most {RECORD_SLOTS_MAX} records. Choose a smaller base_every"
             f"{cure if log_records is None else ' or log_records'}."
         )
     return None
@@ -136,8 +138,8 @@ class Bases:
     """The bases of all units, as parallel arrays by the number of the unit. The arrays are never changed."""
 
     home: Homes
-    """The home of the base, 0 or 1; the older base is in the other one. Or ``IN_RECORD``: the unit lies whole in the
-    gradient record of the step after ``step``, which is needed as every record after ``step`` is."""
+    """The home of the base, 0 or 1; the older base is in the other one. ``IN_RECORD``: the gradient record of the step
+    after ``step`` holds the whole unit. That record is needed, like every record after ``step``."""
     generation: Steps
     """Generation with which the base was written, which seeds its block checksums; 0: there is none."""
     step: Steps
@@ -166,7 +168,7 @@ class Bases:
 
     def changed_after(self, step: int, units: Mask) -> Bases:
         """Return the bases after these units changed at ``step`` without a record of the change. From now on their
-        bases count as states of the step before, at most."""
+        bases count as the state of the step before ``step``, or of an older step."""
         before = step - 1
         return replace(
             self,
@@ -174,10 +176,11 @@ class Bases:
             older_step=np.where(units, np.minimum(self.older_step, before), self.older_step),
         )
 
-    def with_older_in_place(self, units: Mask) -> Bases:
+    def with_older_as_base(self, units: Mask) -> Bases:
         """Return the bases after the older bases of these units took the place of the bases, which are damaged. A unit
         without an older base keeps its base."""
         units = units & (self.older_generation > 0)
+        # ``1 - home % IN_RECORD`` is the other home, and home 1 for ``IN_RECORD``.
         return replace(
             self.without_older(units),
             home=np.where(units, 1 - self.home % IN_RECORD, self.home).astype(np.uint8),
@@ -186,13 +189,13 @@ class Bases:
             written=np.where(units, self.older_step, self.written),
         )
 
-    def without_older(self, units: Mask | Units) -> Bases:
+    def without_older(self, units: Mask | UnitNumbers) -> Bases:
         """Return the bases without the older bases of these units."""
         older = self.older_generation.copy()
         older[units] = 0
         return replace(self, older_generation=older)
 
-    def renewed(self, units: Units, homes: Homes, step: int, generation: int) -> Bases:
+    def after_write(self, units: UnitNumbers, homes: Homes, step: int, generation: int) -> Bases:
         """Return the bases after these units were written to these homes."""
         columns = {name: getattr(self, name).copy() for name in self.__slots__}
         before = self.home[units]
@@ -203,7 +206,7 @@ class Bases:
         columns["step"][units] = columns["written"][units] = step
         return Bases(**columns)
 
-    def moved_to_record(self, units: Units, step: int) -> Bases:
+    def moved_to_record(self, units: UnitNumbers, step: int) -> Bases:
         """Return the bases after these units, which have no usable base, were written whole into the record of
         ``step``."""
         columns = {name: getattr(self, name).copy() for name in self.__slots__}
@@ -222,23 +225,26 @@ class LoggedCheckpoint:
     bases: Bases
     records: tuple[GradientRecord, ...]
     """The records of consecutive steps that were in the log when the checkpoint was made. The last of them is its own.
-    The checkpoint does not need the records up to ``low``, but they may be needed to recover from an older base."""
+    The checkpoint does not need the records up to ``oldest_base_step``, but they may be needed to recover from an older
+    base."""
 
     @property
-    def low(self) -> int:
+    def oldest_base_step(self) -> int:
         """The step of the oldest state that a unit is recovered from: the records after it are needed."""
         return min(int(self.bases.step.min(initial=self.step)), self.step)
 
     @property
     def is_full(self) -> bool:
         """Whether no unit needs the record of an earlier step."""
-        return self.low >= self.step - 1 and not ((self.bases.step < self.step) & (self.bases.home != IN_RECORD)).any()
+        # The base of a unit that lies in this checkpoint's own record has ``step - 1`` (``moved_to_record``).
+        has_older_base = (self.bases.step < self.step) & (self.bases.home != IN_RECORD)
+        return self.oldest_base_step >= self.step - 1 and not has_older_base.any()
 
     @property
     def needed_records(self) -> tuple[GradientRecord, ...]:
         """The records without which the checkpoint cannot be recovered. Its own one is among them: it holds the
         manifest and the small state."""
-        return tuple(one for one in self.records if one.step > self.low or one.step == self.step)
+        return tuple(one for one in self.records if one.step > self.oldest_base_step or one.step == self.step)
 
     def needs_home(self, home: int) -> Mask:
         """For each unit, whether the checkpoint needs this home of it."""
@@ -255,12 +261,13 @@ class RecordPlan:
     step: int
     generation: int
     slot: int
-    units: Units
+    units: UnitNumbers
     """The units that are written to a home."""
     homes: Homes
     """The home of each of them."""
-    whole: Units
-    """The units that are written whole into the record, in the place of their gradient."""
+    in_record: UnitNumbers
+    """The units that are written whole into the record, in the place of their gradient. ``GradientWriter`` makes no
+    such record; readers understand it."""
     checkpoint: LoggedCheckpoint
     """The checkpoint that becomes the newest one if this record is committed."""
     changed: Mask
@@ -277,12 +284,12 @@ class GradientLog:
     """What a writer knows of the homes and record slots of its pool, after the update of ``step``."""
 
     base_every: int
-    turn: Units
+    turn: Steps
     """For each unit its turn, from 0 to ``base_every - 1``. A unit is *due* (to be written to a home) at the steps that
     are congruent to its turn modulo ``base_every``."""
     in_group: bool
-    """Whether committed checkpoints stay protected until ``with_released`` is called, because other ranks may need
-    them. Else only the newest one is protected."""
+    """Whether committed checkpoints stay protected until ``with_protected_only`` is called, because other ranks may
+    need them. Else only the newest one is protected."""
     step: int
     bases: Bases
     records: tuple[GradientRecord, ...]
@@ -297,8 +304,8 @@ class GradientLog:
     committed: tuple[int, ...] = ()
     """The steps whose records, of those in the log, were committed as checkpoints, oldest first."""
     has_previous: bool = False
-    """Whether another checkpoint was protected until the newest one was committed. As long as nothing is written after
-    this commit, that other checkpoint is intact."""
+    """Whether a checkpoint before the newest one was protected when the newest one was committed. It is intact as long
+    as nothing is written after the newest commit."""
 
     # -- beginnings
 
@@ -375,13 +382,18 @@ class GradientLog:
     def _survives_damaged_record(self, checkpoint: LoggedCheckpoint) -> bool:
         """Whether an earlier checkpoint can be recovered if one of the records that this one needs is damaged, as long
         as nothing is written after this one is committed."""
-        first, low = checkpoint.records[0].step, checkpoint.low
+        first, oldest = checkpoint.records[0].step, checkpoint.oldest_base_step
         earlier = [step for step in self.committed if first <= step < checkpoint.step]
         if all(record.step in self.committed for record in checkpoint.records[:-1]):
-            return True  # that of the step before the damaged record: ``_may_lose_older_base`` keeps its bases
-        if not earlier or low >= earlier[-1]:
-            return True  # the newest one before: all needed records are newer, and it was protected until now
-        before = max((step for step in earlier if step <= low), default=None)  # it is older than any needed record
+            # The checkpoint of the step before the damaged record is recovered: ``_may_lose_older_base`` keeps its
+            # bases.
+            return True
+        if not earlier or oldest >= earlier[-1]:
+            # The committed checkpoint before this one is recovered: all needed records are newer than it, and it was
+            # protected until now.
+            return True
+        # The newest committed checkpoint that is older than any needed record.
+        before = max((step for step in earlier if step <= oldest), default=None)
         if before is None:
             return False
         bases = checkpoint.bases
@@ -393,12 +405,13 @@ class GradientLog:
     def next_record(
         self, generation: int, updated: Mask, written_outside: Mask | None = None, *, commits: bool = True
     ) -> RecordPlan | None:
-        """Plan the record of the step after ``step``. Returns None if no record slot is free: in a group, until another
-        checkpoint is common; after a recovery from an older base, until the pool was replaced by a new one.
+        """Plan the record of the step after ``step``. Returns None if no record slot is free. In a group, there is room
+        again when another checkpoint is common. After a recovery from an older base the pool must be replaced by a new
+        one.
 
         ``updated``: the units that the update changed. ``written_outside``: the units that something else than
-        ``step()`` has written since the step before, so that no gradient leads to their state. ``commits``: whether the
-        record will be committed as a checkpoint."""
+        ``step()`` has written since the step before, so that no gradient leads to their state (``GradientWriter``
+        passes none). ``commits``: whether the record will be committed as a checkpoint."""
         outside = np.zeros(len(self.turn), np.bool_) if written_outside is None else written_outside
         changed = updated | outside
         bases = self.bases.advanced(self.step + 1, changed)
@@ -406,7 +419,7 @@ class GradientLog:
         plan = self._plan(generation, bases, changed, outside, is_full=self.must_be_full, is_tolerant=is_tolerant)
         if plan is None:
             return None
-        has_all_records = plan.checkpoint.records[0].step <= plan.checkpoint.low + 1
+        has_all_records = plan.checkpoint.records[0].step <= plan.checkpoint.oldest_base_step + 1
         if not has_all_records or (is_tolerant and not self._survives_damaged_record(plan.checkpoint)):
             plan = self._plan(generation, bases, changed, outside, is_full=True, is_tolerant=is_tolerant)
         return plan
@@ -424,7 +437,7 @@ class GradientLog:
             last_turn = step - (step - self.turn) % self.base_every
             due = bases.step < last_turn
             due &= self._may_lose_older_base(bases, due & has_home, step)
-        slot = self._free_slot(_low_after(bases, due & has_home, step))
+        slot = self._free_slot(_oldest_base_step_after(bases, due & has_home, step))
         if slot is None:
             return None
         retained = self._retained_after(slot)
@@ -435,11 +448,11 @@ class GradientLog:
             more &= ~due & has_home & (homes != bases.home) & (bases.generation > 0)
             due |= more & self._may_lose_older_base(bases, (due | more) & has_home, step)
         units, in_record = np.flatnonzero(due & has_home), np.flatnonzero(due & ~has_home & is_full)
-        after = bases.renewed(units, homes[units], step, generation).moved_to_record(in_record, step)
+        after = bases.after_write(units, homes[units], step, generation).moved_to_record(in_record, step)
         after = after.without_older(after.older_step + 1 < (retained[0].step if retained else step))
-        whole = np.union1d(np.flatnonzero(outside), in_record)
+        whole_in_record = np.union1d(np.flatnonzero(outside), in_record)
         checkpoint = LoggedCheckpoint(step, generation, after, (*retained, GradientRecord(step, generation, slot)))
-        return RecordPlan(step, generation, slot, units, homes[units], whole, checkpoint, changed)
+        return RecordPlan(step, generation, slot, units, homes[units], whole_in_record, checkpoint, changed)
 
     def _free_homes(self, bases: Bases) -> tuple[Homes, Mask]:
         """Return the home to which each unit may be written, and whether there is one."""
@@ -456,12 +469,12 @@ class GradientLog:
         ``written``: the units that would be written."""
         if not self.is_tolerant:
             return np.ones(len(self.turn), np.bool_)
-        return bases.written <= min(_low_after(bases, written, step), step - 1)
+        return bases.written <= min(_oldest_base_step_after(bases, written, step), step - 1)
 
-    def _free_slot(self, low: int) -> int | None:
+    def _free_slot(self, oldest_base_step: int) -> int | None:
         """Return the slot for the next record: of those that nothing needs, the one with the oldest content.
-        ``low``: ``LoggedCheckpoint.low`` of the next checkpoint."""
-        needed = self.needed_slots() | {record.slot for record in self.records if record.step > low}
+        ``oldest_base_step``: that of the next checkpoint."""
+        needed = self.needed_slots() | {record.slot for record in self.records if record.step > oldest_base_step}
         free = [slot for slot in range(len(self.slot_generations)) if slot not in needed]
         return min(free, key=self.slot_generations.__getitem__, default=None)
 
@@ -499,7 +512,7 @@ class GradientLog:
             has_previous=bool(self.protected),
         )
 
-    def with_released(self, kept_slots: Set[int]) -> GradientLog:
+    def with_protected_only(self, kept_slots: Set[int]) -> GradientLog:
         """The log after all committed checkpoints but those in these record slots may be overwritten. If none of them
         is left, the newest one stays protected."""
         kept = tuple(one for one in self.protected if one.records[-1].slot in kept_slots) or self.protected[-1:]
@@ -538,17 +551,17 @@ class GradientLog:
         )
 
 
-def _low_after(bases: Bases, written: Mask, step: int) -> int:
-    """Return ``LoggedCheckpoint.low`` of a checkpoint of ``step`` with which these units are written."""
+def _oldest_base_step_after(bases: Bases, written: Mask, step: int) -> int:
+    """Return ``LoggedCheckpoint.oldest_base_step`` of a checkpoint of ``step`` with which these units are written."""
     return min(int(np.where(written, step, bases.step).min(initial=step)), step)
 
 
-def next_position(
+def next_position_in_gradient_pool(
     commit_log: CommitLog, n_kept: int, ring_lines: int, after: int, protected_generations: Set[int] = frozenset()
 ) -> int:
     """Return the position for the next commit record in the pool of a gradient log: the first one after ``after``, in
-    the order of the ring, whose record is not needed. Needed is the newest record of each protected checkpoint, and of
-    each of the ``n_kept`` newest ones: of the newest one, and of those that recovery takes if its record or its
+    the order of the ring, whose record is not needed. The newest record of each protected checkpoint is needed, and
+    that of each of the ``n_kept`` newest ones: of the newest one, and of those that recovery takes if its record or its
     manifest is damaged. (Older checkpoints are found through the chain in its manifest.) The log has more than
     ``n_kept`` positions beside those of protected checkpoints."""
     tried = candidates(commit_log)

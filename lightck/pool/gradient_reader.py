@@ -47,7 +47,8 @@ from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
 
 class StoredTensor(NamedTuple):
-    """Verified bytes of one tensor in the pool: a base, an older base, or what a record holds."""
+    """Where the bytes of one tensor lie in the pool, and their checksums: of a base, of an older base, or of what a
+    record holds. ``GradientCheckpoint.read`` verifies the bytes."""
 
     entry: Entry
     number: int
@@ -99,7 +100,7 @@ class GradientCheckpoint:
 
     def _tensors_in_record(self) -> dict[str, StoredTensor]:
         sb, found = self.reader.superblock, dict[str, StoredTensor]()
-        base = sb.slots[self.header.slot][0]
+        slot_offset = sb.slots[self.header.slot][0]
         for number, (entry, row) in enumerate(zip(self._entries, self._records.tolist(), strict=True)):
             generation, step, offset, crc, zero = row
             if entry.place != SLOT_PLACE or not generation:
@@ -112,7 +113,7 @@ class GradientCheckpoint:
             if entry.name in found:
                 raise DamagedError(f"it holds {entry.name!r} twice")
             crcs = self._crcs[crc : crc + n_blocks]
-            found[entry.name] = StoredTensor(entry, number, base + offset, generation, step, crcs)
+            found[entry.name] = StoredTensor(entry, number, slot_offset + offset, generation, step, crcs)
         return found
 
     def name_of(self, row: int) -> str:
@@ -129,15 +130,16 @@ class GradientCheckpoint:
             if base.step + 1 >= self.first_step:
                 yield base
 
-    def without_home(self) -> list[str]:
-        """Return the names of tensors that lie whole in a record, and in no home."""
+    def bases_in_record(self) -> list[str]:
+        """Return the names of the tensors that have a home, and whose base lies in a record nevertheless
+        (``IN_RECORD``)."""
         return [
             self._entries[number].name
             for number, row in zip(self._homes, self.rows, strict=True)
             if row["generation"] and row["home"] == IN_RECORD
         ]
 
-    def whole_units(self) -> list[StoredTensor]:
+    def units_without_home(self) -> list[StoredTensor]:
         """Return the tensors of units that have no home: they are whole in each checkpoint."""
         homes = {self._entries[number].name for number in self._homes}
         return [
@@ -174,9 +176,9 @@ class GradientCheckpoint:
         if not tensors:
             return
         reads = np.zeros(len(tensors), READ_DTYPE)
-        for name in ("number", "generation", "offset"):
-            column = {"number": "tensor", "offset": "off"}.get(name, name)
-            reads[column] = [getattr(one, name) for one, _ in tensors]
+        reads["tensor"] = [one.number for one, _ in tensors]
+        reads["generation"] = [one.generation for one, _ in tensors]
+        reads["off"] = [one.offset for one, _ in tensors]
         reads["nbytes"] = [one.entry.nbytes for one, _ in tensors]
         reads["crcs"] = [one.crcs.ctypes.data for one, _ in tensors]
         reads["dst"] = [address for _, address in tensors]
@@ -191,9 +193,9 @@ class GradientCheckpoint:
             bad,
             bad + 1,
         )
-        self._refuse_bad(status, tensors[bad[0]][0], bad[1])
+        self._raise_if_bad(status, tensors[bad[0]][0], bad[1])
 
-    def _refuse_bad(self, status: int, tensor: StoredTensor, block: int) -> None:
+    def _raise_if_bad(self, status: int, tensor: StoredTensor, block: int) -> None:
         name = tensor.entry.name
         if status == lib.LCK_ECHECKSUM or status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
             self.reader.damaged.add((tensor.number, tensor.generation))
@@ -211,8 +213,8 @@ def checkpoint_of(reader: PoolReader, entry: ChainEntry) -> GradientCheckpoint:
     the reason if it was overwritten or its manifest fails a check, and ``PoolIOError``."""
     sb = reader.superblock
     with as_io_error(f"The checkpoint of step {entry.step} in the pool {reader.path!r} cannot be read"):
-        header = unpack_slot_header(reader.read(sb.slots[entry.slot][0], SLOT_HEADER_NBYTES), entry.slot, sb.uuid)
-        if (header or 0) > entry.generation:
+        generation = unpack_slot_header(reader.read(sb.slots[entry.slot][0], SLOT_HEADER_NBYTES), entry.slot, sb.uuid)
+        if (generation or 0) > entry.generation:
             raise DamagedError("its slot was reused by a newer gradient record")
         if entry.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the space for it")
@@ -236,7 +238,7 @@ def chain_entry_of(record: CommitRecord) -> ChainEntry:
 
 
 def committed(reader: PoolReader) -> list[ChainEntry]:
-    """Return a chain entry for each checkpoint that a commit record names, newest first."""
+    """Return a chain entry for each checkpoint that recovery tries (``candidates``), newest first."""
     return [chain_entry_of(record) for record in candidates(reader.commit_log())]
 
 
@@ -301,11 +303,11 @@ def needed_problems(
     return found + _problems(checkpoint, own, f"gradient record of step {checkpoint.step}", advance)
 
 
-def spare_problems(
+def older_base_problems(
     reader: PoolReader, checkpoint: GradientCheckpoint, advance: Callable[[int], None] = lambda _: None
 ) -> list[Problem]:
-    """Verify what stands in if a base is damaged: the older bases, and the records that only they need. A record whose
-    slot was reused is no damage. ``advance``: as for ``needed_problems``. Raises ``PoolIOError``."""
+    """Verify the older bases, which replace damaged bases, and the records that only they need. A record whose slot was
+    reused is no damage. ``advance``: as for ``needed_problems``. Raises ``PoolIOError``."""
     found = []
     for base in checkpoint.older_bases():
         found += _problems(checkpoint, [base], f"older base of step {base.step}", advance)
@@ -322,18 +324,18 @@ def is_overwritten(reader: PoolReader, entry: ChainEntry) -> bool:
 
 
 def _problems_of_record(reader: PoolReader, entry: ChainEntry, advance: Callable[[int], None]) -> list[Problem]:
-    words = f"gradient record of step {entry.step}"
+    label = f"gradient record of step {entry.step}"
     try:
         record = checkpoint_of(reader, entry)
     except DamagedError as err:
-        return [Problem(None, f"{words}: {err}")]
-    return _problems(record, list(record.in_record.values()), words, advance)
+        return [Problem(None, f"{label}: {err}")]
+    return _problems(record, list(record.in_record.values()), label, advance)
 
 
 def _problems(
-    checkpoint: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str, advance: Callable[[int], None]
+    checkpoint: GradientCheckpoint, tensors: Sequence[StoredTensor], label: str, advance: Callable[[int], None]
 ) -> list[Problem]:
-    """Verify tensors, and return a problem for each that is damaged. ``words``: what holds them."""
+    """Verify tensors, and return a problem for each that is damaged. ``label``: what holds them."""
     found = []
     try:
         checkpoint.read([(tensor, 0) for tensor in tensors])
@@ -342,6 +344,6 @@ def _problems(
             try:
                 checkpoint.read([(tensor, 0)])
             except DamagedError as err:
-                found.append(Problem(tensor.entry.name, f"{words}: {err}"))
+                found.append(Problem(tensor.entry.name, f"{label}: {err}"))
     advance(sum(tensor.entry.nbytes for tensor in tensors))
     return found

@@ -33,7 +33,7 @@ from lightck.pool.format.gradients import (
 )
 from lightck.pool.format.layout import HOME_PLACE, Entry, blocks_of, is_of_unit
 from lightck.pool.format.structures import CommitRecord, align_up, manifest_hash
-from lightck.pool.gradient_log import GradientLog, LoggedCheckpoint, Mask, RecordPlan, next_position
+from lightck.pool.gradient_log import GradientLog, LoggedCheckpoint, Mask, RecordPlan, next_position_in_gradient_pool
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, logged_checkpoint
 from lightck.pool.planned_records import CopyPlan, PlannedRecords
 from lightck.pool.reader import PoolReader
@@ -53,7 +53,7 @@ NO_SENTINELS: Crcs = np.zeros(0, np.uint32)
 class Units:
     """The units of a pool: parameters with their optimizer state.
 
-    names: of each unit, the name of the parameter. tensors: of each unit, the numbers of its entries. of_entry: for
+    names: the name of the parameter of each unit. tensors: the numbers of the entries of each unit. of_entry: for
     each entry in a home, in the order of the layout table, the number of its unit. nbytes: bytes of each unit.
     """
 
@@ -94,7 +94,7 @@ class Units:
 
 class GradientWriter(PoolWriter):
     """A pool with gradient records, open for writing. A checkpoint is written so: ``plan_record``, ``prepare``,
-    ``begin``, then ``committed`` or ``release_slot``. A record that is not committed: the same, with ``recorded``
+    ``begin``, then ``committed`` or ``free_slot``. A record that is not committed: the same, with ``recorded``
     instead of ``committed``. Only one of them is in flight. A step without a record is reported to ``skipped``."""
 
     has_whole_checkpoints = False
@@ -124,19 +124,19 @@ class GradientWriter(PoolWriter):
         self._block_starts, self._n_home_crcs = np.cumsum(blocks) - blocks, int(blocks.sum())
         self._entry_of_crc = np.repeat(np.arange(len(in_homes)), blocks)
         self._home_crcs = np.zeros((2, self._n_home_crcs), np.uint32)
-        """The seeded block checksums of what was committed last in each home. Only those that ``log.bases`` names are
+        """The seeded block checksums of what was written last into each home. Only those that ``log.bases`` names are
         meaningful."""
         self._offsets = np.array([entry.offset for entry in in_homes], np.uint64)
         self._home_present = np.zeros((2, len(in_homes)), np.bool_)
-        """For each home and entry, whether what was committed last in this home includes the tensor. (Optimizer state
+        """For each home and entry, whether what was written last into this home includes the tensor. (Optimizer state
         may appear after the base of its unit was written. Then the replay makes it.)"""
         self._listed = np.zeros(len(in_homes), np.bool_)
         """For each entry in a home, whether the checkpoint in flight, or the last one, holds the tensor."""
         self._chain: dict[int, ChainEntry] = {}
         """Generation of a record that the log still has -> its chain entry."""
-        self.certain_generation = 0
-        """Generation of the newest checkpoint that this session continued from, or that is full: no update of the
-        session leads to it. 0: there is none."""
+        self.trusted_generation = 0
+        """Generation of the newest checkpoint whose bytes depend on no replay of this session's updates: the session
+        continued from it, or it is full. 0: there is none."""
         self._plan: RecordPlan | None = None
         self._sentinels, self.commits_next = NO_SENTINELS, True
 
@@ -150,18 +150,19 @@ class GradientWriter(PoolWriter):
 
     def plan_record(self, updated: Mask, *, commits: bool = True) -> RecordPlan | None:
         """Plan the record of the next update. ``updated``: the units that it changed. ``commits``: whether it will be
-        committed. Returns None if there is no room for it: no record slot is free, or the checkpoint must be full, and
-        both homes of a unit are needed. A rank of a group gets room when other ranks have committed (``release``).
-        Without a group the pool must be replaced by a new one."""
+        committed. Returns None if there is no room for it: no record slot is free; or the checkpoint must be full, and
+        both homes of a unit are needed; or so many checkpoints are protected that the commit log has no position left.
+        A rank of a group gets room when other ranks have committed (``unprotect_all_but``). Without a group the pool
+        must be replaced by a new one."""
         assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
         if len(self.log.protected) + KEPT_COMMITS >= self.superblock.ring_lines:
             return None  # each of them needs its commit record
         plan = self.log.next_record(self.generation + 1, updated, commits=commits)
-        return None if plan is None or len(plan.whole) else plan
+        return None if plan is None or len(plan.in_record) else plan
 
-    def release(self, held: Set[int]) -> None:
+    def unprotect_all_but(self, kept: Set[int]) -> None:
         """Let the places of committed checkpoints be overwritten, except of those in these record slots."""
-        self.log = self.log.with_released(held)
+        self.log = self.log.with_protected_only(kept)
 
     def last_checkpoint(self) -> GradientCheckpoint | None:
         """Return the checkpoint of the last record, read from the pool; None after a hole. Raises ``DamagedError``."""
@@ -172,7 +173,7 @@ class GradientWriter(PoolWriter):
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS, *, commits: bool = True) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
         CRC-32C of the page that docs/format.md names, or none. ``commits``: as for ``plan_record``."""
-        assert not len(plan.whole), "no unit is written whole into a record"
+        assert not len(plan.in_record), "no unit is written whole into a record"
         self._plan, self._sentinels, self.commits_next = plan, sentinels, commits
         return self.slots.slots[plan.slot]
 
@@ -214,20 +215,20 @@ class GradientWriter(PoolWriter):
 
     def slot_for_copy(self, step: int, held: frozenset[int] = frozenset()) -> Slot | None:
         """As ``PoolWriter.slot_for_copy``. All units of the copy are written to homes."""
-        self.release(held)
+        self.unprotect_all_but(held)
         everything = np.ones(len(self.units.names), np.bool_)
         self.skipped(step - 1, everything)
         plan = self.plan_record(everything)
         return None if plan is None else self.prepare(plan)
 
-    def reservation(self, slot: Slot) -> Reservation:
-        """As ``PoolWriter.reservation``, for the slot of ``slot_for_copy``."""
-        self._show_bases(slot.image)
+    def reserve(self, slot: Slot) -> Reservation:
+        """As ``PoolWriter.reserve``, for the slot of ``slot_for_copy``."""
+        self._fill_in_bases(slot.image)
         self.log = self.log.with_record(self._prepared)
-        return super().reservation(slot)
+        return super().reserve(slot)
 
-    def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
-        super().release_reservation(reservation, bad=bad)
+    def free_reservation(self, reservation: Reservation, *, bad: bool) -> None:
+        super().free_reservation(reservation, bad=bad)
         plan, self._plan = self._prepared, None
         self.skipped(plan.step, plan.changed)
 
@@ -246,7 +247,7 @@ class GradientWriter(PoolWriter):
         self._listed = listed[: self.n_home_entries]
         if reservation is not None:
             return super().begin(plan, slot, memory, reservation)
-        self._show_bases(slot.image)
+        self._fill_in_bases(slot.image)
         pending = super().begin(plan, slot, memory)
         self.log = self.log.with_record(record)
         return pending
@@ -257,7 +258,7 @@ class GradientWriter(PoolWriter):
         plan = self._keep_written(pending, pending.slot.image.buffer[: pending.record.manifest_nbytes].tobytes())
         self.log = self.log.with_commit(plan)
         if plan.checkpoint.is_full:
-            self.certain_generation = plan.generation
+            self.trusted_generation = plan.generation
         self._forget_old_records()
 
     def recorded(self, pending: Pending) -> None:
@@ -268,7 +269,7 @@ class GradientWriter(PoolWriter):
             self.medium.store(self.superblock.manifest_at(record.slot, record.manifest_index), manifest)
             self.medium.fence()
         except BackgroundError:
-            self.release_slot(pending, bad=True)
+            self.free_slot(pending, bad=True)
             raise
         pending.slot.in_flight = False
         self._keep_written(pending, manifest)
@@ -289,8 +290,8 @@ class GradientWriter(PoolWriter):
         self._plan = None
         return plan
 
-    def release_slot(self, pending: Pending, *, bad: bool) -> None:
-        super().release_slot(pending, bad=bad)
+    def free_slot(self, pending: Pending, *, bad: bool) -> None:
+        super().free_slot(pending, bad=bad)
         plan, self._plan = self._prepared, None
         self.skipped(plan.step, plan.changed)
 
@@ -303,16 +304,18 @@ class GradientWriter(PoolWriter):
             return max(self._last_position, 0)  # the job stores nothing there
         n_positions = self.superblock.ring_lines
         protected = {one.generation for one in self.log.protected}
-        self._last_position = next_position(self.commit_log, KEPT_COMMITS, n_positions, self._last_position, protected)
+        self._last_position = next_position_in_gradient_pool(
+            self.commit_log, KEPT_COMMITS, n_positions, self._last_position, protected
+        )
         return self._last_position
 
     # -- the manifest ------------------------------------------------------------------------------------
 
-    def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
+    def _records_for(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
         return PlannedRecords(plan, self._template, self._origins(slot))
 
     def _origins(self, slot: Slot) -> npt.NDArray[np.uint64]:
-        """Units are written to their home of this time, everything else to the slot."""
+        """Units are written to the home that the plan gives them, everything else to the slot."""
         record = self._prepared
         origins = np.full(len(self.entries), slot.offset, np.uint64)
         homes = np.zeros(len(self.units.names), np.int64)
@@ -321,7 +324,7 @@ class GradientWriter(PoolWriter):
         origins[: self.n_home_entries] = starts[homes[self.units.of_entry]]
         return origins
 
-    def _show_bases(self, image: SlotImage) -> None:
+    def _fill_in_bases(self, image: SlotImage) -> None:
         """Write the checksums of all bases into the image of a slot, as if its checkpoints had written them there."""
         bases, of_entry = self.log.bases, self.units.of_entry
         home = bases.home[of_entry].astype(np.int64) % IN_RECORD
@@ -361,7 +364,8 @@ class GradientWriter(PoolWriter):
         other_home = 1 - bases.home[of_entry].astype(np.int64) % IN_RECORD
         present = self._home_present[other_home, np.arange(self.n_home_entries)]
         generation = np.where(present, bases.older_generation[of_entry], 0)
-        # A tensor that the base lacks has no row, and without it the older base of its unit would be incomplete.
+        # A tensor that is missing in the base gets no row here. Then the older base of its unit is incomplete, and is
+        # left out.
         incomplete = of_entry[(generation > 0) & ~self._in_base(checkpoint)]
         generation[np.isin(of_entry, incomplete)] = 0
         has_older = generation > 0
@@ -396,12 +400,12 @@ class GradientWriter(PoolWriter):
         names = [[self.entries[number].name for number in one] for one in self.units.tensors]
         logged = logged_checkpoint(checkpoint, names)
         damaged = self._damaged_units(checkpoint)
-        logged = replace(logged, bases=logged.bases.with_older_in_place(damaged))
+        logged = replace(logged, bases=logged.bases.with_older_as_base(damaged))
         self._take_checksums(checkpoint, damaged)
         self._chain = {entry.generation: entry for entry in checkpoint.part.chain}
         self._chain[record.payload_generation] = chain_entry_of(record)
         self.log = self.log.adopted(logged)
-        self.certain_generation = record.payload_generation  # the training continues from what was restored
+        self.trusted_generation = record.payload_generation  # the training continues from what was restored
         self.skipped(logged.step, np.zeros(len(self.units.names), np.bool_))
 
     def _damaged_units(self, checkpoint: GradientCheckpoint) -> Mask:
@@ -413,7 +417,7 @@ class GradientWriter(PoolWriter):
         return damaged
 
     def _take_checksums(self, checkpoint: GradientCheckpoint, damaged: Mask) -> None:
-        """``damaged``: the units whose older bases are used."""
+        """Take over the checksums of the bases that are used. ``damaged``: the units whose older bases are used."""
         older = [base for base in checkpoint.older_bases() if damaged[self.units.of_entry[base.number]]]
         for rows, bases in ((checkpoint.rows, checkpoint.bases()), (checkpoint.part.older, older)):
             for base in bases:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightck.pool.writer import PoolWriter
 
 
-class HeldCheckpoint(Protocol):
+class CarriedCheckpoint(Protocol):
     """A checkpoint that a relayout carries over to the new file."""
 
     @property
@@ -50,7 +50,7 @@ class CommitListener:
     def relayout_begins(self, old: PoolWriter) -> None:
         """The pool moves to a new file. After this call ``relayout_done`` or ``relayout_failed`` follows."""
 
-    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[HeldCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[CarriedCheckpoint]:
         """Return the checkpoints of the old file that a relayout must carry over to the new one, oldest first."""
         return ()
 
@@ -113,7 +113,7 @@ class CommitEvents(CommitListener):
         for one in self._listeners:
             one.relayout_begins(old)
 
-    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[HeldCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[CarriedCheckpoint]:
         return [checkpoint for one in self._listeners for checkpoint in one.checkpoints_to_carry(old)]
 
     def carry(self, new: PoolWriter) -> None:

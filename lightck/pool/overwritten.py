@@ -30,32 +30,32 @@ class Places:
         entries = np.arange(n_homes)
         for one in checkpoints:
             for rows in (one.rows, one.part.older):
-                there = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
-                at = rows["home"][there], entries[there]
-                self._generations[at] = np.maximum(self._generations[at], rows["generation"][there])
+                in_home = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+                at = rows["home"][in_home], entries[in_home]
+                self._generations[at] = np.maximum(self._generations[at], rows["generation"][in_home])
 
-    def are_overwritten_of(self, checkpoint: GradientCheckpoint) -> bool:
+    def is_overwritten(self, checkpoint: GradientCheckpoint) -> bool:
         """Whether something that a checkpoint needs was overwritten."""
         rows = checkpoint.rows
-        there = np.flatnonzero((rows["generation"] > 0) & (rows["home"] < IN_RECORD))
-        if (self._generations[rows["home"][there], there] > rows["generation"][there]).any():
+        in_home = np.flatnonzero((rows["generation"] > 0) & (rows["home"] < IN_RECORD))
+        if (self._generations[rows["home"][in_home], in_home] > rows["generation"][in_home]).any():
             return True
         return any(is_overwritten(self._reader, entry) for entry in checkpoint.needed_records())
 
-    def may_be_overwritten_of(self, checkpoint: GradientCheckpoint) -> bool:
+    def may_be_overwritten(self, checkpoint: GradientCheckpoint) -> bool:
         """Whether a checkpoint that is being written, or was not finished, may have overwritten a base that this one
         needs. (It does not overwrite what the newest checkpoint needs.)"""
         newest = self._newest
         if newest is None or self._is_newest(checkpoint) or self.is_at_rest:
             return False
         rows, of_newest = checkpoint.rows, newest.rows
-        there = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+        in_home = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
         same = (rows["generation"] == of_newest["generation"]) & (rows["home"] == of_newest["home"])
-        return bool((there & ~same).any())
+        return bool((in_home & ~same).any())
 
-    def is_spare_kept(self, checkpoint: GradientCheckpoint) -> bool:
-        """Whether what stands in for a damaged base of this checkpoint still lies in its place: nothing newer has
-        overwritten it, or may have begun to."""
+    def are_older_bases_kept(self, checkpoint: GradientCheckpoint) -> bool:
+        """Whether the older bases of this checkpoint, and the records that they need, are still there: nothing newer
+        has overwritten them, or may have begun to."""
         return self._is_newest(checkpoint) and self.is_at_rest
 
     def _is_newest(self, checkpoint: GradientCheckpoint) -> bool:

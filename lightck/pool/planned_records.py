@@ -47,8 +47,8 @@ class CopyPlan:
 
 
 class PlannedRecords:
-    """Computed for one plan and one slot. Valid for the slot's later plans with the same arrays, until the pool's
-    entries change or ``SlotImage.forget`` is called."""
+    """The copies and records that were computed for one plan and one slot. They are valid for the slot's later plans
+    with the same arrays, until the pool's entries change or ``SlotImage.mark_missing`` is called."""
 
     def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], origins: int | npt.NDArray[np.uint64]) -> None:
         """``template``: the copy array of all entries of the pool, with offsets in the slot (or home). ``origins``:

@@ -42,7 +42,7 @@ from lightck.pool.format.structures import (
     is_struck_header,
     layout_hash,
     manifest_hash,
-    unpack_next,
+    unpack_next_batch,
     unpack_slot_header,
     uuid_words,
 )
@@ -93,7 +93,7 @@ class PoolReader:
         """(number of the tensor record, generation) of what was read from a pool with gradient records and failed its
         checks."""
         self.partial: BlockSource | None = None
-        """What knows which payload the file has, if the file lacks some; None if it is the pool."""
+        """Knows which payload the file has, if this is a partial copy; None if the file is the pool itself."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
         """The identity of a rank's pool, whose entries may have pieces; None if the pool is not that of a rank."""
@@ -227,7 +227,7 @@ class PoolReader:
             table = self.read(offset, sb.table_nbytes) if self._fits_on_medium(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
-                    return table, self._parsed(table)
+                    return table, self._parse_table(table)
                 except DamagedError as err:
                     raise CorruptPoolError(
                         f"The pool {self.path!r} has an impossible layout ({err}). Another program or a faulty lightck "
@@ -239,7 +239,7 @@ class PoolReader:
             "copy of the pool if there is one."
         )
 
-    def _parsed(self, table: bytes) -> tuple[Entry, ...]:
+    def _parse_table(self, table: bytes) -> tuple[Entry, ...]:
         """Parse the layout table, and set ``group``. Raises ``DamagedError``."""
         sb = self.superblock
         low, high, home_nbytes = sb.payload_offset, sb.reserve_offset, sb.home_nbytes if sb.has_gradients else None
@@ -297,7 +297,7 @@ class PoolReader:
         if not sb.has_next_batch:
             return None
         data = self.read(sb.slots[record.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
-        return unpack_next(data, record.payload_generation, sb.uuid)
+        return unpack_next_batch(data, record.payload_generation, sb.uuid)
 
     def has_lost_slot(self, record: CommitRecord) -> bool:
         """Whether the checkpoint of this commit record has lost its slot: the slot was reused, or the checkpoint was
@@ -423,12 +423,12 @@ class StoredCheckpoint:
 
     @property
     def path(self) -> str:
-        """Of the pool."""
+        """The path of the pool."""
         return self.reader.path
 
     @property
     def uuid(self) -> bytes:
-        """Of the pool."""
+        """The uuid of the pool."""
         return self.reader.superblock.uuid
 
     @property
@@ -449,7 +449,7 @@ class StoredCheckpoint:
         first_crc = self.crcs.ctypes.data + 4 * int(record["crc"])
         status = lib.lck_read_verified(
             *self.reader.read_arguments,
-            self._base + entry.offset,
+            self._slot_offset + entry.offset,
             ffi.cast("void *", address),
             entry.nbytes,
             self.reader.superblock.block,
@@ -459,7 +459,7 @@ class StoredCheckpoint:
             int(record["generation"]),
             bad,
         )
-        self._refuse_bad(status, name, bad[0])
+        self._raise_if_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """Read many tensors on several threads. ``places``: (name, address as for ``read_into``) of each tensor. The
@@ -486,7 +486,7 @@ class StoredCheckpoint:
     def range_of(self, name: str, first: int, nbytes: int) -> tuple[int, int]:
         """Return (begin, end): the range of the pool in which ``nbytes`` bytes of a tensor lie, from its block
         ``first`` on."""
-        begin = self._base + self._record_entries[self._index[name]].offset + first * self.block_nbytes
+        begin = self._slot_offset + self._record_entries[self._index[name]].offset + first * self.block_nbytes
         return begin, begin + nbytes
 
     def _read_blocks(self, places: Sequence[tuple[str, int, int, int]]) -> None:
@@ -496,7 +496,7 @@ class StoredCheckpoint:
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
         reads["first"] = firsts
-        reads["off"] = records["offset"] + np.uint64(self._base) + reads["first"] * np.uint64(block)
+        reads["off"] = records["offset"] + np.uint64(self._slot_offset) + reads["first"] * np.uint64(block)
         reads["dst"] = addresses
         reads["nbytes"] = nbytes
         reads["crcs"] = np.uint64(self.crcs.ctypes.data) + np.uint64(4) * (records["crc"] + reads["first"])
@@ -513,7 +513,7 @@ class StoredCheckpoint:
             bad,
             bad + 1,
         )
-        self._refuse_bad(status, names[bad[0]], firsts[bad[0]] + bad[1])
+        self._raise_if_bad(status, names[bad[0]], firsts[bad[0]] + bad[1])
 
     def raw_checksums(self, name: str) -> list[int]:
         """Return the unseeded checksum of each block of a tensor, from the manifest. Equal bytes have equal ones, also
@@ -525,11 +525,11 @@ class StoredCheckpoint:
         return [crc ^ lib.lck_block_seed(*pool, number, generation, block) for block, crc in enumerate(stored)]
 
     @property
-    def _base(self) -> int:
+    def _slot_offset(self) -> int:
         """Offset of this checkpoint's slot in the pool."""
         return self.reader.superblock.slots[self.record.slot][0]
 
-    def _refuse_bad(self, status: int, name: str, block: int) -> None:
+    def _raise_if_bad(self, status: int, name: str, block: int) -> None:
         """Raise the error for the status of a verified read. ``block``: number of the bad block in the tensor, from
         0."""
         if status == lib.LCK_ECHECKSUM:
@@ -546,7 +546,7 @@ class StoredCheckpoint:
         return not self.reader.has_lost_slot(self.record)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Let the training overwrite other checkpoints, while the block reads this one (``pool/slot_locks.py``). Call
+        """Keep the training from overwriting this checkpoint during the ``with`` block (``pool/slot_locks.py``). Call
         ``owns_slot`` in the block: the training may have overwritten this checkpoint before."""
         return hold(self.reader.container.fd, self.record.slot)
 

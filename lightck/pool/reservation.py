@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """A slot that is taken for a checkpoint whose step is not closed yet, so that some tensors can be copied early; or
-    for one that is copied in batches.
+    """A slot that is taken for a checkpoint whose step is not closed yet, so that some tensors can be copied early, or
+    for a checkpoint that is copied in batches.
 
     The bytes are copied to their final places in the slot. Later ``PoolWriter.begin`` submits a job of the same
-    generation, which copies the other tensors and commits. ``PoolWriter.reservation`` makes a reservation, and
+    generation, which copies the other tensors and commits. ``PoolWriter.reserve`` makes a reservation, and
     ``PoolWriter.begin`` or ``drop`` ends it. Invariant: a reserved slot holds no checkpoint, and the generation of a
     reservation is used for nothing else."""
 
@@ -28,7 +28,7 @@ class Reservation:
         self.slot = slot
         self.generation = generation
         self.parts: list[Job] = []
-        """Jobs that copy tensors. Each has one of the few entries of the engine."""
+        """Jobs that copy tensors. Each takes one of the few entries of the engine's job table."""
         self.has_header = False
         """Whether the first part has written the header of the slot."""
         self._writer = writer
@@ -36,8 +36,8 @@ class Reservation:
     def copy(
         self, records: npt.ArrayLike, sources: npt.ArrayLike | None, memory: object, *, waits_for_start: bool = False
     ) -> bool:
-        """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
-        entry. Raises ``BackgroundError``.
+        """Start background copies of these records as a new job in ``parts``. Returns False if the engine's job table
+        has no free entry. Raises ``BackgroundError``.
 
         ``sources``: the address of each record's bytes, which must stay unchanged until ``wait`` returns; None: a
         device stores the bytes into the slot. ``memory``: an object that keeps the source memory alive.
@@ -64,7 +64,7 @@ class Reservation:
 
     def end_parts(self) -> None:
         """Wait until all started copies are fenced, and forget them: their memory is not needed any more, and their
-        entries in the engine are free. Raises ``BackgroundError``."""
+        entries in the engine's job table are free. Raises ``BackgroundError``."""
         self.wait()
         for part in self.parts:
             part.release()
@@ -79,4 +79,4 @@ class Reservation:
             part.drop()
             failed |= part.has_failed
             part.forget()
-        self._writer.release_reservation(self, bad=failed)
+        self._writer.free_reservation(self, bad=failed)

@@ -11,8 +11,8 @@ locks:
 Invariant: lock and header exclude each other. The training sees a reader that has locked before, and a reader that
 locks later sees the new header. A query for the lock in place of the write lock would leave a gap between the two.
 
-A hold lets a reader finish; that what it reads is right, the checksums show. So no reader can stop a training: holds
-count only while the training has two slots besides them (in a group of ranks: three). Otherwise it overwrites the
+A hold only lets a reader finish. The checksums show whether what it read is right. So no reader can stop a training:
+holds count only while the training has two slots besides them (in a group of ranks: three). Otherwise it overwrites the
 oldest held checkpoint, and its reader sees that and starts again.
 
 Failure cases: a killed reader loses its locks as soon as its last process that inherited the descriptor has ended. On a
@@ -65,8 +65,10 @@ class SlotLocks:
 
 @contextmanager
 def hold(fd: int, index: int) -> Iterator[None]:
-    """Hold a slot while the block reads its checkpoint. The block must compare the slot's header with the generation
-    that it reads: the training may have taken the slot before. ``fd``: the pool's file, open for reading."""
+    """Hold a slot during the ``with`` block, which reads its checkpoint. The block must compare the slot's header with
+    the generation that it reads: the training may have taken the slot before. If the training has the slot locked for
+    longer than all attempts (a tenth of a second), the block runs without a lock. ``fd``: the pool's file, open for
+    reading."""
     for _ in range(_ATTEMPTS):
         if _set_lock(fd, fcntl.F_RDLCK, index):
             break

@@ -2,7 +2,7 @@
 
 Invariant: neither the protected slot nor a held slot is chosen for a new checkpoint. The protected slot holds the
 checkpoint that this process committed last. Before the first commit, the protected slot holds the adopted checkpoint.
-If that checkpoint was found damaged, the one before it is kept in its place, until the next commit (``give_up``).
+If that checkpoint was found damaged, the one before it is kept in its place, until the next commit (``reuse_damaged``).
 
 A slot's ``SlotImage`` mirrors the tensor records and checksums of the bytes in the slot. So a tensor that a write plan
 leaves out keeps the record with which its bytes were written.
@@ -44,14 +44,15 @@ class SlotImage:
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
         """For each record, whether the bytes that it describes are known to be in the slot. Only
-        ``PlannedRecords.write`` sets a value to True; other code calls ``forget``."""
+        ``PlannedRecords.write`` and ``GradientWriter`` (for bases, which lie in homes) set a value to True; other code
+        calls ``mark_missing``."""
         self.planned: PlannedRecords | None = None
-        """Computed for the last checkpoint in the slot, and used again for the next checkpoint there if its plan has
-        the same arrays. None after ``forget``."""
+        """The records that were computed for the last checkpoint in the slot. They are used again for the next
+        checkpoint there if its plan has the same arrays. None after ``mark_missing``."""
 
-    def forget(self, records: npt.NDArray[np.int64] | int | None = None) -> None:
-        """Mark the bytes of these records (None: of all) as not in the slot."""
-        self.in_slot[slice(None) if records is None else records] = False
+    def mark_missing(self, numbers: npt.NDArray[np.int64] | int | None = None) -> None:
+        """Mark the bytes of the records with these numbers (None: of all) as not in the slot."""
+        self.in_slot[slice(None) if numbers is None else numbers] = False
         self.planned = None
 
     def grown(self, n_records: int, n_crcs: int) -> SlotImage:
@@ -132,17 +133,21 @@ class Slots:
         is_live = slot.generation is not None and not low < slot.generation < high and not slot.is_damaged
         return is_live, slot.generation or 0
 
-    def give_up(self, index: int, generation: int, committed: Collection[tuple[int, int]], *, frees: bool) -> bool:
-        """Use the slot of a damaged checkpoint before others, and write each of its bytes then. Returns False, and does
-        nothing, if the slot does not hold this generation any more. ``committed``: (slot, generation) of each
-        checkpoint to which a recovery can go back. ``frees``: if the checkpoint is the newest one, keep the one before
-        in its place, so that its slot can be used at once; if there is none before, this changes nothing."""
+    def reuse_damaged(
+        self, index: int, generation: int, committed: Collection[tuple[int, int]], *, may_unprotect: bool
+    ) -> bool:
+        """Mark the checkpoint in this slot as damaged: the slot is used before others, and each of its bytes is written
+        then. Returns False, and does nothing, if the slot does not hold this generation any more. ``committed``: (slot,
+        generation) of each checkpoint to which a recovery can go back. ``may_unprotect``: if the checkpoint is the one
+        that must not be overwritten (the newest one, or the one that is kept in place of it), keep the newest of the
+        other good ones instead, so that this slot can be used at once. If there is no other good one, the newest
+        checkpoint stays the protected one."""
         slot = self.slots[index]
         if slot.generation != generation or slot.in_flight:
             return False
         slot.damaged_generation = generation
-        slot.image.forget()
-        if frees and index in (self.protected, self.kept_instead):
+        slot.image.mark_missing()
+        if may_unprotect and index in (self.protected, self.kept_instead):
             good = [s for s in self.slots if (s.index, s.generation) in committed and not (s.is_damaged or s.is_bad)]
             newest = max((s for s in good if not s.in_flight), key=lambda s: s.generation or 0, default=None)
             self.kept_instead = None if newest is None else newest.index
@@ -157,7 +162,7 @@ class SlotChoice(NamedTuple):
     """The slot for the next checkpoint."""
 
     slot: Slot | None
-    """None: no slot is free before a checkpoint in flight has ended."""
+    """None: no slot can be used now, because checkpoints are in flight, or because the other slots are bad or held."""
     n_passed_over: int = 0
     """Number of slots that were skipped because readers hold them."""
     is_overrun: bool = False

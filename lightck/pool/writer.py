@@ -1,7 +1,7 @@
 """A pool that is open for writing: adopt one of its checkpoints, and write further ones.
 
 ``PoolWriter`` joins a container, its mapping, its slots and its commit log. ``begin`` starts a checkpoint and returns a
-``Pending`` with the checkpoint's ``Job``. When the job has ended, the caller calls ``committed`` or ``release_slot``.
+``Pending`` with the checkpoint's ``Job``. When the job has ended, the caller calls ``committed`` or ``free_slot``.
 The native library writes the commit record of a checkpoint (native/src/seal.c)."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightck.pool.format.structures import (
     CommitRecord,
     ManifestHeader,
     NextBatch,
-    pack_next,
+    pack_next_batch,
     pack_slot_header,
     uuid_words,
 )
@@ -60,7 +60,7 @@ class RelayoutNeededError(Exception):
 
 @dataclass(slots=True)
 class Pending:
-    """A checkpoint from ``begin`` until ``committed`` or ``release_slot``."""
+    """A checkpoint from ``begin`` until ``committed`` or ``free_slot``."""
 
     job: Job
     slot: Slot
@@ -70,7 +70,8 @@ class Pending:
     """Position of ``record`` in the commit log."""
     plan: CopyPlan
     commits: bool = True
-    """Whether the job writes manifest and commit record. If not, this is a gradient record of a later checkpoint."""
+    """Whether the job writes manifest and commit record. If not, this is a gradient record that is stored for a later
+    checkpoint."""
 
 
 class PoolWriter:
@@ -171,8 +172,8 @@ class PoolWriter:
         )
 
     has_whole_checkpoints = True
-    """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and nothing is copied into a slot
-    before its checkpoint begins."""
+    """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and only a copy of a whole
+    checkpoint (``slot_for_copy``) is copied into its slot before ``begin``."""
 
     commits_next = True
     """``Pending.commits`` of what ``begin`` starts next."""
@@ -203,10 +204,10 @@ class PoolWriter:
         self.resized.update(one.name for one in before if not any(map(one.is_same_tensor, entries)))
         try:
             for entry in entries:
-                number = self._number_for(entry)
+                number = self._allocate_extra(entry)
                 if number is None:
                     self._free_extras(self.numbers.keys() - present)
-                    number = self._number_for(entry)
+                    number = self._allocate_extra(entry)
                 if number is None:
                     raise RelayoutNeededError(
                         f"the pool's space for tensors that appear or grow later has no room for {entry.name!r}"
@@ -217,7 +218,7 @@ class PoolWriter:
             for slot in self.slots.slots:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
-    def _number_for(self, entry: Entry) -> int | None:
+    def _allocate_extra(self, entry: Entry) -> int | None:
         """Give this tensor an extra entry, and return its record number; None if the reserve has no room."""
         own = self.numbers.get(entry.name, -1)
         if own >= self._n_table_entries:
@@ -240,14 +241,14 @@ class PoolWriter:
         the slots hold for the extra entry are then no longer valid."""
         self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
-            slot.image.forget(number)
+            slot.image.mark_missing(number)
         return number
 
     def _append(self, entry: Entry) -> int | None:
         """Append an extra entry. Returns its record number; None if the reserve has no room. A tensor in ``resized``
         gets an extent of twice its size if possible, because it will likely grow again."""
         for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.resized else (entry.nbytes,):
-            (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
+            (placed,), end = layout.assign_offsets([entry._replace(nbytes=nbytes)], self._reserve_at)
             if end <= self.superblock.slot_nbytes:
                 self._reserve_at = end
                 self.entries.append(placed._replace(nbytes=entry.nbytes))
@@ -271,7 +272,7 @@ class PoolWriter:
         rows = self._template[np.asarray(numbers, np.int64)]
         return rows["crc_index"].astype(np.int64), rows["nbytes"]
 
-    def place(self, slot: Slot, number: int) -> tuple[int, int]:
+    def range_in_slot(self, slot: Slot, number: int) -> tuple[int, int]:
         """Return where a record's bytes lie in this slot: (offset in the mapping, number of bytes)."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
 
@@ -320,12 +321,12 @@ class PoolWriter:
             self.medium.sync()
         return [slot.index for slot in struck]
 
-    def give_up(self, index: int, generation: int) -> bool:
-        """Use the slot of a damaged checkpoint next (``Slots.give_up``). In a group of ranks, its rule must allow the
-        slot first. Returns False if the slot holds another checkpoint by now."""
+    def reuse_damaged(self, index: int, generation: int) -> bool:
+        """Use the slot of a damaged checkpoint next (``Slots.reuse_damaged``). In a group of ranks, its rule must allow
+        the slot first. Returns False if the slot holds another checkpoint by now."""
         records = candidates(self.commit_log)
         committed = {(record.slot, record.payload_generation) for record in records}
-        return self.slots.give_up(index, generation, committed, frees=not self.superblock.has_group)
+        return self.slots.reuse_damaged(index, generation, committed, may_unprotect=not self.superblock.has_group)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class PoolWriter:
             return SlotChoice(choose(frozenset()))
         return slot_without_reader(self.slots, self._slot_locks, 3 if self.superblock.has_group else 2, choose)
 
-    def reservation(self, slot: Slot) -> Reservation:
+    def reserve(self, slot: Slot) -> Reservation:
         """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
         self.generation += 1
@@ -360,7 +361,7 @@ class PoolWriter:
         if reservation is None:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
-        planned = self._planned(slot, plan)
+        planned = self._records_for(slot, plan)
         manifest_nbytes = self._fill_image(slot, plan, planned, generation)
         self.generation = max(self.generation, generation)
         slot.generation, slot.in_flight = generation, True
@@ -393,18 +394,19 @@ class PoolWriter:
     def submit_part(
         self,
         reservation: Reservation,
-        records: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int64],
         sources: npt.NDArray[np.uint64] | None,
         flags: int,
         memory: object,
     ) -> Job | None:
-        """Submit one job of a reservation. Returns None if the engine has no free entry. Raises ``BackgroundError``.
+        """Submit one job of a reservation. Returns None if the engine's job table has no free entry. Raises
+        ``BackgroundError``.
 
-        ``sources``: addresses of the bytes; None: a device stores the bytes into the slot. ``flags``: ``LCK_PART``,
-        ``LCK_FOLLOWS``, ``LCK_HELD``. ``memory``: as for ``begin``."""
+        ``numbers``: the record numbers. ``sources``: addresses of the bytes; None: a device stores the bytes into the
+        slot. ``flags``: ``LCK_PART``, ``LCK_FOLLOWS``, ``LCK_HELD``. ``memory``: as for ``begin``."""
         slot = reservation.slot
         commit = self._fill_commit_struct(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
-        copies = copies_of(self._template, self._origins(slot), records, 0 if sources is None else sources)
+        copies = copies_of(self._template, self._origins(slot), numbers, 0 if sources is None else sources)
         copies["flags"] = lib.LCK_PLACED if sources is None else 0
         status, ticket = self._submit(ffi.from_buffer("lck_copy[]", copies), len(copies), commit)
         if status == lib.LCK_EBUSY:
@@ -413,7 +415,7 @@ class PoolWriter:
             slot.is_bad = True
             raise _submit_error(status)
         # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as being in the slot.
-        slot.image.forget(records)
+        slot.image.mark_missing(numbers)
         return Job(self._engine, ticket, (memory, copies))
 
     def _submit(self, copies: CData, n_copies: int, commit: Commit) -> tuple[int, int]:
@@ -424,7 +426,7 @@ class PoolWriter:
             self._slot_locks.unlock(commit.slot)
         return status, ticket[0]
 
-    def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
+    def _records_for(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
         """Return the records of the slot's last checkpoint if they match this plan, else new ones."""
         planned = slot.image.planned
         if planned is not None and planned.matches(plan, self._template):
@@ -525,7 +527,7 @@ class PoolWriter:
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
         self._refuse_lost_lock(path_only=True)
-        self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
+        self.medium.store(slot.offset + NEXT_OFFSET, pack_next_batch(generation, entries, self.superblock.uuid))
         return True
 
     def committed(self, pending: Pending) -> None:
@@ -538,14 +540,14 @@ class PoolWriter:
         """Register a gradient record that is not committed, and whose job has ended. Raises ``BackgroundError``."""
         raise AssertionError("without gradient records each checkpoint is committed")
 
-    def release_slot(self, pending: Pending, *, bad: bool) -> None:
+    def free_slot(self, pending: Pending, *, bad: bool) -> None:
         """Free the slot of a checkpoint that was dropped or failed. The content of the slot is unknown afterwards.
         ``bad``: a write to the slot failed, so the slot is not used again."""
         pending.slot.is_bad |= bad
         self._forget_content(pending.slot)
 
-    def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
-        """Free the slot of a reservation. ``bad``: as for ``release_slot``."""
+    def free_reservation(self, reservation: Reservation, *, bad: bool) -> None:
+        """Free the slot of a reservation. ``bad``: as for ``free_slot``."""
         reservation.slot.is_bad |= bad
         self._forget_content(reservation.slot)
 
@@ -553,7 +555,7 @@ class PoolWriter:
         self._slot_locks.unlock(slot.index)
         slot.in_flight = False
         slot.generation = None
-        slot.image.forget()
+        slot.image.mark_missing()
 
     def refuse_lost_pool(self) -> None:
         """Raise ``BackgroundError`` if the pool's file was removed, replaced or truncated.

@@ -37,13 +37,15 @@ FORMAT = 1
 FILE_NBYTES_MAX = 1 << 30
 """The largest file that ``read`` accepts."""
 EVENTS_MAX = 2_000_000
-"""The largest number of events in a trace. A recording counts further events as dropped."""
+"""The largest number of events in a trace. A recording keeps half as many events of its own, and half as many spans of
+the engine; further ones are counted as dropped."""
 TEXT_MAX = 10_000
 """The largest number of characters of a name in a file."""
 ROWS_MAX = 200
 """The largest number of rows in a file."""
 Args = Mapping[str, Any]
-"""Further facts about an event: its step, module, layer, bytes and so on."""
+"""Further facts about an event: its step, module, layer, bytes and so on. ``whole``: a forward or backward pass of the
+whole model."""
 _US_MAX = 1e13
 """The longest time in a file, in microseconds (four months). Beyond it a float cannot resolve nanoseconds."""
 
@@ -81,7 +83,8 @@ class Trace:
 
 
 def is_own(row: str) -> bool:
-    """Whether lightck adds the events of this row, so that ``Recording.span`` refuses the row."""
+    """Whether only lightck may add events to this row, so that ``Recording.span`` refuses it. These are lightck's rows
+    (without COMMUNICATION, to which both add events), and every name that begins with "copy"."""
     return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
 
 

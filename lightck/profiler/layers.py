@@ -4,7 +4,8 @@ Forward times come from forward hooks on the modules that compute: modules witho
 parameters of their own. Backward times come from hooks on the autograd nodes between the module's output and its input,
 and on the gradients of the module's parameters. Module backward hooks are not used: they add a node to the graph, and
 an in-place operation on the output of this node would raise. On an accelerator the recorded times are those at which
-Python queued the work. Compiled code is recorded as a whole.
+Python queued the work. What ``torch.compile(module)`` returns is recorded as a whole. A module that was compiled in
+place (``module.compile()``) is not recorded; if it is the model itself, its whole passes are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class ModuleHooks:
         from 0), and the time at which its backward began."""
         self.is_on = True
         self.compiled: list[str] = []
-        """Names of compiled modules: the modules inside of them get no hooks."""
+        """Names of compiled modules. The modules inside of them get no hooks, nor does one that was compiled in
+        place."""
         self._handles: list[Handle] = []
         self._modules = list(self._computing(model))
         """(name, module) of each module that ``install`` will hook."""
@@ -64,7 +66,8 @@ class ModuleHooks:
         self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (name, module) of each module that gets hooks. Modules inside a compiled module get none."""
+        """Yield (name, module) of each module that gets hooks. Modules inside a compiled module get none, and
+        neither does a module that was compiled in place."""
         in_compiled: set[int] = set()
         for prefix, module in clean_prefixes(model):
             name = prefix.removesuffix(".")
@@ -119,9 +122,9 @@ class ModuleHooks:
         node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, layer)))
         ran = self._guarded(lambda _inputs, _outputs: self._node_ran(name))
         todo, seen = [node], {id(node), id(input_node)}
-        for each in itertools.islice(todo, _NODES_MAX):
+        for each in itertools.islice(todo, _NODES_MAX):  # ``todo`` grows in the loop
             each.register_hook(ran)
-            for below, _ in each.next_functions:
+            for below, _ in each.next_functions:  # AccumulateGrad has ``variable``: parameters have hooks of their own
                 if below is not None and id(below) not in seen and not hasattr(below, "variable"):
                     seen.add(id(below))
                     todo.append(below)

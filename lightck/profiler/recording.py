@@ -96,13 +96,17 @@ class Recording:
 
         Args:
             name: the name of the event.
-            row: the row in which the event is shown. Raises ``ValueError`` for a row that lightck fills itself.
+            row: the row in which the event is shown. Raises ``ValueError`` for a row of lightck's own
+                (`events.is_own`).
         """
         for key, value in (("name", name), ("row", row)):
             if not isinstance(value, str):
                 raise TypeError(f"span({key}={value!r}): the {key} is a {type(value).__name__}. Pass a str.")
         if events.is_own(row):
-            raise ValueError(f"span(row={row!r}): lightck fills this row itself. Pass the name of another row.")
+            raise ValueError(
+                f"span(row={row!r}): only lightck adds events to this row (to its own rows, and to each row whose name "
+                "begins with 'copy'). Pass the name of another row."
+            )
         return self._span(name, row)
 
     @contextmanager

@@ -134,7 +134,7 @@ class EngineSpans:
             return Event(COMMIT, _COMMIT_EVENTS[kind], begin, end, args)
         if kind == lib.LCK_SPAN_HEADER:
             return Event(STALL, "slot header", begin, end, args)
-        if kind == lib.LCK_SPAN_NOW:  # all copies at the boundary, as one event; docs/trace.md documents its name
+        if kind == lib.LCK_SPAN_NOW:  # all copies at the boundary, as one event; docs/trace.md has this name
             return Event(TRAINER_COPY, "at once", begin, end, args) if nbytes else None
         number = int(span["tensor"])
         name = checkpoint.entries[number].name if number < len(checkpoint.entries) else f"tensor {number}"

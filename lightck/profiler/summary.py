@@ -101,18 +101,18 @@ def _facts(overlapping: Sequence[Event], number: int, step: Event) -> StepFacts:
     overlapped = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(overlapping, step, *threads))
     copied = by_threads + by_trainer
     return StepFacts(
-        number,
-        ms(step.end - step.begin),
-        ms(length(union(FORWARD))),
-        ms(length(union(BACKWARD))),
-        ms(length(union(COMMUNICATION))),
-        ms(length(union(UPDATE))),
-        ms(length(union(STALL))),
-        ms(length(copying)),
-        round(overlapped / copied, 4) if copied else None,
-        copied,
-        by_trainer,
-        ms(length(union(COMMIT))),
+        step=number,
+        time_ms=ms(step.end - step.begin),
+        forward_ms=ms(length(union(FORWARD))),
+        backward_ms=ms(length(union(BACKWARD))),
+        communication_ms=ms(length(union(COMMUNICATION))),
+        update_ms=ms(length(union(UPDATE))),
+        stall_ms=ms(length(union(STALL))),
+        copy_ms=ms(length(copying)),
+        overlap=round(overlapped / copied, 4) if copied else None,
+        copied_nbytes=copied,
+        helped_nbytes=by_trainer,
+        commit_ms=ms(length(union(COMMIT))),
     )
 
 

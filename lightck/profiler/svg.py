@@ -1,8 +1,9 @@
 """A trace as a picture: one self-contained SVG with a row per activity over a time axis in milliseconds.
 
 The colour of a bar shows the activity. The shade of the colour shows the layer, from light (the first layer) to dark
-(the last layer); forward, backward and copies of one layer have the same shade. The bar of a copy is pale if the
-copying thread mostly waited: for a processor, or for the emulated memory of LIGHTCK_EMULATE. Bars thinner than half a
+(the last layer); forward, backward and copies of one layer have the same shade. The bar of a copy, of a
+part of a commit or of a slot header is pale if its thread mostly waited: for a processor, for the disk, or for the
+emulated memory of LIGHTCK_EMULATE. Bars thinner than half a
 pixel are joined with their neighbours, so that the size of the picture is bounded. All text of the trace is escaped.
 """
 
@@ -28,7 +29,7 @@ _JOINED_MAX = 3.0
 _LETTER = 6.0
 """The assumed width of a letter, in pixels."""
 _TEXT_MAX = 60
-"""The largest number of letters of a name over bars."""
+"""The largest number of letters of a name that is written on bars."""
 _STEPS_NAMED_MAX = 40
 """The largest number of steps that get a mark and a name."""
 _COLOURS = {
@@ -233,8 +234,8 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
         yield f'<text x="{x + 5:.0f}" y="{y}" fill="#444" font-size="11">{_text(label, 40)}</text>'
         x += 5 + 5.6 * len(label) + 16
     explanation = (
-        "light to dark: first to last layer; pale: a copy that mostly waited for a processor (or for the memory that "
-        "LIGHTCK_EMULATE emulates)"
+        "light to dark: first to last layer; pale: a copy or commit that mostly waited (for a processor, for the disk, "
+        "or for the memory that LIGHTCK_EMULATE emulates)"
     )
     yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{explanation}</text>'
 
@@ -271,6 +272,7 @@ def _is_pale(event: Event) -> bool:
 
 
 def _duration(ns: int) -> str:
+    # Seconds from 10 s on, milliseconds from 0.1 ms on, otherwise microseconds.
     for unit, size in (("s", 1e9), ("ms", 1e6)):
         if ns >= size / 10 and (unit == "ms" or ns >= 10 * size):
             return f"{ns / size:.3g} {unit}" if ns < 1000 * size else f"{ns / size:.0f} {unit}"

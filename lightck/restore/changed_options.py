@@ -113,7 +113,7 @@ def set_requires_grad(contents: Contents, model: ModelView) -> None:
     edited = set(built.without_grad) ^ set(names_without_grad(lives))
     changed = []
     for live in lives:
-        name, tensor = live.name.removeprefix("model/"), live.held
+        name, tensor = live.name.removeprefix("model/"), live.registered
         can_require_grad = tensor.is_floating_point() or tensor.is_complex()
         if (
             live.role == "param"

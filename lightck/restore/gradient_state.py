@@ -33,7 +33,7 @@ from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies
 from lightck.state import values
 from lightck.state.consumed_update import ConsumedUpdate
 from lightck.state.fingerprint import fingerprint
-from lightck.state.inventory import Live, entry_of, is_direct, state_name, unit_of
+from lightck.state.inventory import Live, entry_of, is_named_tensor, state_name, unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.storable import dtype_from_name
 from lightck.state.unit_update import Unit
@@ -177,7 +177,7 @@ class _Update:
 
     def refuse_damaged_gradient(self, parameter: str) -> None:
         """Raise ``DamagedError`` if the stored gradient of a parameter is damaged."""
-        names = (*gradient_names(parameter, is_sparse=False), *gradient_names(parameter, is_sparse=True))
+        names = (*gradient_names(parameter, has_indices=False), *gradient_names(parameter, has_indices=True))
         held = map(self.record.in_record.get, names)
         try:
             self.record.read([(one, 0) for one in held if one is not None])
@@ -228,12 +228,12 @@ class _ReplayUnit:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return entry name -> tensor, as it is now."""
-        found = {state_name(self.name, key): value for key, value in self.state.items() if is_direct(key, value)}
+        found = {state_name(self.name, key): value for key, value in self.state.items() if is_named_tensor(key, value)}
         return {self.parameter_name: self.base.unit.parameter.detach(), **found}
 
     def non_tensor_state(self) -> dict[Any, Any]:
         """Return the state that is not stored as tensors."""
-        return {key: value for key, value in self.state.items() if not is_direct(key, value)}
+        return {key: value for key, value in self.state.items() if not is_named_tensor(key, value)}
 
 
 class _Sentinels:
@@ -255,7 +255,7 @@ class _Sentinels:
         if expected is None:
             return None
         (states,) = unit.states.values() or ({},)
-        found = {state_name(unit.name, key): value for key, value in states.items() if is_direct(key, value)}
+        found = {state_name(unit.name, key): value for key, value in states.items() if is_named_tensor(key, value)}
         parameter = f"model/{unit.name}" if f"model/{unit.name}" in expected else unit.name
         for name, tensor in {parameter: unit.parameter, **found}.items():
             if name in expected and page_checksum(tensor, expected[name][0], step) != expected[name][1]:

@@ -21,7 +21,7 @@ from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.stages import differing_options
 from lightck.restore.usable import parse
 from lightck.state import values
-from lightck.state.derived_rng import derived
+from lightck.state.derived_rng import derive_states
 from lightck.state.rng import RngState
 
 
@@ -33,11 +33,11 @@ def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
 
 def new_random_states(stored: Saved, key: bytes, script_rng: RngState | None = None) -> dict[str, object]:
     """Return random states that follow from ``key``, in place of those of ``stored``. ``script_rng``: the random states
-    that the script has set (``script`` of ``derived``)."""
+    that the script has set (``script`` of ``derive_states``)."""
     contents = parse(stored)
-    state: dict[str, object] = {"rng": derived(contents.rng, key, script_rng).to_value()}
+    state: dict[str, object] = {"rng": derive_states(contents.rng, key, script_rng).to_value()}
     if contents.rng_forward is not None:
-        state["rng_forward"] = derived(contents.rng_forward, key + b"forward", script_rng).to_value()
+        state["rng_forward"] = derive_states(contents.rng_forward, key + b"forward", script_rng).to_value()
     return state
 
 

@@ -102,7 +102,7 @@ def copy_batches(
     ``plan``: what ``copied_plan`` returned. ``record_numbers``: name -> record number of each tensor. ``batches``: each
     is name -> tensor in host memory, with the strides of its entry; together they have every tensor with bytes. The
     next batch is asked for when the one before is in the slot. If a batch raises, the slot is freed."""
-    reservation = writer.reservation(slot)
+    reservation = writer.reserve(slot)
     try:
         for batch in batches:
             _copy_batch(reservation, record_numbers, batch)

@@ -81,7 +81,7 @@ class RestorePlan:
     """(entry name, live tensor to write)."""
     resizable: list[tuple[str | None, Live]] = field(default_factory=list)
     """Buffers that the training added, removed or resized: (entry name, live buffer). The entry name is None for a
-    buffer that was None when it was saved. ``Live.home`` is here the dict of the module that holds the buffer."""
+    buffer that was None when it was saved. ``Live.owner`` is here the dict of the module that holds the buffer."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     """(saved optimizer, live optimizer)."""
     objects: dict[str, object] = field(default_factory=dict)
@@ -368,7 +368,8 @@ def apply(plan: RestorePlan, source: Source) -> None:
         writes.run()
     read = tensor_reader(source, plan.restored)
     rests = [
-        like_live(unpack_dict(saved.packed_other_state, tensor=read), live.rest()) for saved, live in plan.optimizers
+        like_live(unpack_dict(saved.packed_other_state, tensor=read), live.other_state())
+        for saved, live in plan.optimizers
     ]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
@@ -380,7 +381,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         _load(name, obj, checks[name].on_live_devices(objects[name]))
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         set_state(saved, live, state)
-        for key in live.rest():
+        for key in live.other_state():
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
@@ -406,15 +407,15 @@ def _set_resizable(plan: RestorePlan, new_buffers: Mapping[str, torch.Tensor]) -
     tensor with the saved size and values."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
-        assert live.home is not None
+        assert live.owner is not None
         if name is None:
-            live.home[live.key] = None
-        elif live.home.get(live.key) is None:
-            live.home[live.key] = new_buffers[name].to(device)
+            live.owner[live.key] = None
+        elif live.owner.get(live.key) is None:
+            live.owner[live.key] = new_buffers[name].to(device)
         else:
             live.tensor.data = new_buffers[name].to(live.tensor.device)
         if name is not None:
-            plan.restored[name] = live.home[live.key]
+            plan.restored[name] = live.owner[live.key]
 
 
 def _load(name: str, obj: Any, value: object) -> None:

@@ -1,7 +1,7 @@
 """Write one checkpoint of given tensors into a pool, and commit it.
 
     lock        the pool's lock is held from the first look to the commit: a second writer is refused
-    open        an existing pool goes on, with the checkpoint that must stay held
+    open        an existing pool is used again; the checkpoint that must stay is held
     copy        tensor by tensor, in batches, into a free slot. If something no longer fits (another shape, a new name),
                 the pool moves to a new file, and takes along the held checkpoint of a rank
     commit      the commit record is durable when ``save`` returns
@@ -44,8 +44,8 @@ log = logging.getLogger("lightck")
 SLOTS = 2
 """Number of slots of a pool: the checkpoint that stays, and the one that is written."""
 RANKS_NAME = "ranks"
-"""Name of a tensor of which each rank holds one element. So a checkpoint is complete only with the pools of all ranks,
-also if one of them has no other part of a tensor that is missed."""
+"""Name of a tensor of which each rank holds one element. So a checkpoint is complete only with the pools of all ranks.
+Without it, the pool of a rank that holds no part of any other tensor could be lost unnoticed."""
 
 
 def save(
@@ -83,7 +83,7 @@ def save(
                 pool.writer.incarnation = order.id.incarnation
             pool.relayout(entries, len(small), commit_in)
     if order.goes_on and order.common is not None and group is not None:
-        remove_other_worlds(path, order, of_own_numbers=True)
+        remove_other_worlds(path, order, only_own_share=True)
     return sum(entry.nbytes for entry in entries)
 
 
@@ -168,15 +168,15 @@ def _small_state(order: Order, state: Mapping[str, object]) -> bytes:
     )
 
 
-def remove_other_worlds(path: str | os.PathLike[str], order: Order, *, of_own_numbers: bool = False) -> None:
+def remove_other_worlds(path: str | os.PathLike[str], order: Order, *, only_own_share: bool = False) -> None:
     """Remove the pools of all other worlds from the directory, because all ranks of this world have a checkpoint.
-    ``of_own_numbers``: only those whose rank is this one, modulo the number of ranks, so that all ranks together look
-    at each pool once."""
+    ``only_own_share``: look only at those pools whose rank number, modulo the number of ranks, is this rank's, so that
+    all ranks together look at each pool once."""
     group, directory = order.group, pool_path(path)
     assert group is not None, "only the pools of ranks lie in a directory"
     for file in pools_in(directory):
         rank = int(file.name.split("-")[1])
-        if file.name == order.name or (of_own_numbers and rank % group.world_size != group.rank):
+        if file.name == order.name or (only_own_share and rank % group.world_size != group.rank):
             continue
         with suppress(PoolError):  # of what cannot be read, nobody knows whose it is
             with closing(open_pool(str(file), gradients=True)) as reader:
@@ -187,7 +187,7 @@ def remove_other_worlds(path: str | os.PathLike[str], order: Order, *, of_own_nu
 
 def _remove(path: str) -> None:
     """Remove a pool that no process has open for writing. Raises ``PoolError``."""
-    log.info("lightck: the pool %r, of the ranks before, is no longer needed, and is removed", path)
+    log.info("lightck: the pool %r, of an earlier world, is no longer needed. It is removed unless it is open", path)
     lock = PoolLock(path)
     try:
         backend_for(path).discard(path)

@@ -32,7 +32,7 @@ class GivenTensor:
     shape: Ints
     """Of the logical tensor."""
     boxes: tuple[Box, ...]
-    """Without those that have no element."""
+    """Boxes without elements are left out; () for a tensor of which this process has nothing."""
     read: Callable[[Box], torch.Tensor]
     """Returns the elements of a box, on any device. Called once for each box, and as late as possible, because the
     tensor that it returns may take memory."""
@@ -86,8 +86,8 @@ class GivenTensor:
 
     def values(self, entry: Entry) -> torch.Tensor:
         """Return the tensor that ``entry`` describes, contiguous in host memory. The caller's own memory is used where
-        possible. Raises ``StateValueError`` if what the caller hands over is not what it has said, or cannot be
-        stored."""
+        possible. Raises ``StateValueError`` if the tensor's shape or dtype is not the announced one, or if it
+        cannot be stored."""
         if len(self.boxes) == 1:
             return self._in_host_memory(self.boxes[0])
         found = torch.empty(entry.shape, dtype=self.dtype)

@@ -4,8 +4,9 @@
 rank writes while another one surveys. So a decision rests on what all pools hold.
 
 Invariant: an order names the newest checkpoint that all ranks of the group have (``Order.common``), and no rank
-overwrites it. Each save has an incarnation of its own, larger than all before it, so a save that only some ranks have
-committed never has the id of another one. Such a checkpoint can never become common, and may be overwritten.
+overwrites it. Each save has an incarnation of its own, larger than all in the pools that stay (with ``overwrite`` none
+stay), so a save that only some ranks have committed never has the id of another one. Such a checkpoint can never become
+common, and may be overwritten.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class FoundPool(NamedTuple):
     """Of its usable checkpoints."""
     incarnation: int
     """The largest one in it."""
-    is_given: bool
-    """Whether its newest checkpoint was saved by this room. Those of a training are not overwritten unasked."""
+    is_saved_here: bool
+    """Whether its newest checkpoint was saved by ``saving/``, without a session. Those of a training are not
+    overwritten unasked."""
 
 
 class Report(NamedTuple):
@@ -71,13 +73,14 @@ class Order(NamedTuple):
     group: GroupIdentity | None
     id: CheckpointId
     goes_on: bool
-    """Whether the pool exists, and its checkpoints stay."""
+    """Whether the pool exists, and its checkpoints stay. If neither this nor ``discards`` is True, a new pool is made
+    where nothing is."""
     common: CheckpointId | None
-    """The checkpoint that must stay. (A process alone has it alone.)"""
+    """The checkpoint that must stay. (For a process alone: the newest one in its pool.)"""
     is_first_of_world: bool
     """Whether the pools of this world do not exist yet. Until all ranks have one, the pools of an older world count."""
     discards: bool
-    """Whether what is at the path is replaced."""
+    """Whether what is at the path is replaced (``overwrite``)."""
 
 
 def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwrite: bool) -> Report:
@@ -89,7 +92,7 @@ def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwri
         raise ValueError(f"step={step} is no number of a checkpoint. Pass one from 0 to {RESUMABLE_NUMBER_MAX - 1}.")
     path = pool_path(path)
     if os.path.isdir(path):
-        beginning = pool_name(rank, 1).partition("-of-")[0] + "-of-"
+        beginning = pool_name(rank, 1).partition("-of-")[0] + "-of-"  # of this rank's pool in a world of any size
         mine = [one for one in pools_in(path) if one.name.startswith(beginning)]
         pools = () if overwrite else tuple(_found(str(one), one.name) for one in mine)
         return Report(rank, path, step, overwrite, True, pools, frozenset(one.name for one in mine))
@@ -100,7 +103,7 @@ def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwri
 
 
 def is_saved_here(contents: Contents) -> bool:
-    """Whether a checkpoint was saved by this room, and not by a session."""
+    """Whether a checkpoint was saved by ``saving/``, and not by a session."""
     return contents.event == ClosingEvent.SAVE.value
 
 
@@ -108,10 +111,10 @@ def _found(path: str, name: str) -> FoundPool:
     with closing(open_pool(path, gradients=True)) as reader:
         ids = usable_by_id(reader)
         newest = ids[max(ids)][0] if ids else None
-        is_given = False
+        is_saved = False
         with suppress(DamagedError):
-            is_given = newest is not None and is_saved_here(parse_state(newest))
-        return FoundPool(name, reader.group, frozenset(ids), reader.commit_log().incarnation, is_given)
+            is_saved = newest is not None and is_saved_here(parse_state(newest))
+        return FoundPool(name, reader.group, frozenset(ids), reader.commit_log().incarnation, is_saved)
 
 
 def decide(reports: Sequence[Report]) -> list[Order]:
@@ -137,8 +140,8 @@ def decide(reports: Sequence[Report]) -> list[Order]:
     if step < newest.step:
         log.warning(
             "lightck: step %d is saved into %r, whose newest checkpoint has step %d. The new one is the newest from "
-            "now on, and one more save replaces the other. If the script forgot to load, stop it, and load with "
-            "PoolReader",
+            "now on, and the save after it overwrites the checkpoint with the larger step. If the script forgot to "
+            "load, stop it, and load with PoolReader",
             step,
             reports[0].path,
             newest.step,
@@ -146,7 +149,16 @@ def decide(reports: Sequence[Report]) -> list[Order]:
     checkpoint_id = CheckpointId(next_incarnation(pool.incarnation for pool in pools), step)
     if len(reports) == 1 and not reports[0].is_directory:
         common = newest_common(pool.ids for pool in pools)
-        return [Order("", None, checkpoint_id, bool(pools), common, False, reports[0].overwrite)]
+        order = Order(
+            name="",
+            group=None,
+            id=checkpoint_id,
+            goes_on=bool(pools),
+            common=common,
+            is_first_of_world=False,
+            discards=reports[0].overwrite,
+        )
+        return [order]
     files = [one.path for one in reports if one.is_directory is False]
     if files:
         raise PoolPathError(
@@ -157,7 +169,7 @@ def decide(reports: Sequence[Report]) -> list[Order]:
 
 
 def _refuse_trainings(path: str, pools: Sequence[FoundPool]) -> None:
-    foreign = [pool for pool in pools if not pool.is_given]
+    foreign = [pool for pool in pools if not pool.is_saved_here]
     if foreign:
         what = (
             "a training's checkpoints (lightck.attach)" if any(one.ids for one in foreign) else "no usable checkpoint"
@@ -180,7 +192,10 @@ def _orders_of_group(reports: Sequence[Report], pools: Sequence[FoundPool], id_:
     world = _newest_world(reports, n_ranks)
     if world:
         common = newest_common(pool.ids for pool in world)
-        return [Order(pool.name, pool.group, id_, True, common, False, False) for pool in world]
+        return [
+            Order(pool.name, pool.group, id_, goes_on=True, common=common, is_first_of_world=False, discards=False)
+            for pool in world
+        ]
     run_id, world_id = (*runs, os.urandom(ID_NBYTES))[0], os.urandom(ID_NBYTES)
     is_taken = any(pool_name(one.rank, n_ranks) in one.names for one in reports)
     suffix = os.urandom(4).hex() if is_taken else ""
@@ -189,10 +204,10 @@ def _orders_of_group(reports: Sequence[Report], pools: Sequence[FoundPool], id_:
             pool_name(rank, n_ranks, suffix),
             GroupIdentity(run_id=run_id, world_id=world_id, rank=rank, world_size=n_ranks),
             id_,
-            False,
-            None,
-            True,
-            reports[0].overwrite,
+            goes_on=False,
+            common=None,
+            is_first_of_world=True,
+            discards=reports[0].overwrite,
         )
         for rank in range(n_ranks)
     ]

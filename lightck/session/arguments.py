@@ -10,7 +10,7 @@ from torch import nn
 
 from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
-from lightck.layout import Layout, refuse_other_than_layout
+from lightck.layout import Layout, check_layout_argument
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import StagingOption, check_staging
 from lightck.pool.format.structures import SLOTS_MAX
@@ -167,7 +167,7 @@ class Arguments:
             )
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
-        refuse_other_than_layout(self.layout, is_used=is_rank_pool)
+        check_layout_argument(self.layout, is_used=is_rank_pool)
         if self.save_options.replicas.count > 1 and not is_rank_pool:
             raise UnsupportedError(
                 "replicas=2 keeps a copy of each rank's pool on another host, and this process is saved alone. Leave "

@@ -26,7 +26,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import StagingOption
 from lightck.pool.direct_writes import copy_threads
-from lightck.pool.engine import threads_beside_devices
+from lightck.pool.engine import threads_with_devices
 from lightck.pool.format.structures import CommitRecord
 from lightck.pool.storage import durability
 from lightck.pool.storage.backend import Backend
@@ -274,7 +274,7 @@ def _pipeline(
         check=compares_all(),
         lock=lock,
         copy_threads=copy_threads(path, backend.name, medium_durability.tier)
-        or (threads_beside_devices(torch.cuda.device_count()) if on_device else None),
+        or (threads_with_devices(torch.cuda.device_count()) if on_device else None),
         pool_kind=pool_kind,
     )
 

@@ -161,8 +161,8 @@ class Capture:
         """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped while the wrapper's own
         ``step`` was not running."""
         self._frozen: dict[int, int] = {}
-        """The tensors that were frozen when ``tensors`` found them: id of ``Live.held`` -> id of ``Live.tensor``. The
-        two ids differ only for a DTensor."""
+        """The tensors that were frozen when ``tensors`` found them: id of ``Live.registered`` -> id of ``Live.tensor``.
+        The two ids differ only for a DTensor."""
         self._updated_frozen: set[int] = set()
         """Ids of the frozen tensors that an optimizer updated since the last call of ``take_updated_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
@@ -379,7 +379,7 @@ class Capture:
         if not self._stepped_outside:
             return frozenset()
         params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}
-        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.held) in params)
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.registered) in params)
 
     def _find_resizable(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
         """Add to ``resizable`` the buffers that have another size or dtype than in ``_built_buffers``, and the buffers
@@ -435,7 +435,7 @@ class Capture:
         self.stand_ins.assign(lives)
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
-        self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}
+        self._frozen = {id(live.registered): id(live.tensor) for live in lives if live.is_frozen}
         return list(lives)
 
     @property
@@ -496,7 +496,7 @@ class Capture:
             "elastic": sorted(self.resizable),
             "stale_after": stale_after,
             "built": self.built.packed,
-            "numbers": self.numbers.now(),
+            "numbers": self.numbers.values_at_checkpoint(),
             # The format's key. In it, "frozen" means requires_grad=False, and not what it means in ``Live.is_frozen``.
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
@@ -536,7 +536,7 @@ class Capture:
         path = numbered_name("optimizer", view.index, len(self.optimizers))
         # The parameters whose state is not only tensors. None: not known, so the state of all parameters is read.
         with_values = None if tensor_list is None else tensor_list.with_values[view.index]
-        state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
+        state, rest, large = view.state_values(with_values), view.other_state(), _collector(lives, "optimizer")
         known.packed = known.packer.pack(
             {
                 "class": view.class_name,

@@ -49,7 +49,7 @@ from lightck.state.blocks import (
     RoundRobin,
     checksums,
 )
-from lightck.state.device_transfers import Arrival, DeviceTransfer, raw, transfer_of
+from lightck.state.device_transfers import DeviceTransfer, StreamPoint, bytes_of, transfer_of
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain
 from lightck.state.signatures import TensorList
 
@@ -92,7 +92,7 @@ class _Sent(NamedTuple):
     """Region, and number of the block in it."""
     places: list[torch.Tensor]
     """Where each block arrives."""
-    arrival: Arrival
+    arrival: StreamPoint
 
     def arrived(self, block: int) -> Iterator[_Read]:
         """Wait for the blocks, and yield what was read. ``block``: bytes of a block."""
@@ -226,7 +226,7 @@ class CrossCheck(CommitListener):
             by_device.setdefault(transfer, []).append(one)
             self._next_on_device += 1
         for transfer, own in by_device.items():
-            sources = [raw(one.tensor)[number * self.block : (number + 1) * self.block] for one, number in own]
+            sources = [bytes_of(one.tensor)[number * self.block : (number + 1) * self.block] for one, number in own]
             ends = list(accumulate(source.numel() for source in sources))
             memory = transfer.memory(ends[-1])
             places = [memory[end - source.numel() : end] for end, source in zip(ends, sources, strict=True)]

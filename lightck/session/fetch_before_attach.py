@@ -1,4 +1,4 @@
-"""Fetch the newest checkpoint of the tiers before attach, for a framework that reads first what it will resume.
+"""Before attach: for a framework that reads first what it will resume. The newest checkpoint of the tiers is fetched.
 
 ``attach(resume=True, tiers=...)`` does the same. After this call attach finds pools that are not older than the tiers.
 """
@@ -9,6 +9,8 @@ import os
 
 from lightck.pool.storage.backends import backend_for, pool_path
 from lightck.pool.storage.lock import PoolLock
+from lightck.ranks.copy_file import copies_in
+from lightck.ranks.directory import pools_in
 from lightck.restore.together import TIMEOUT
 from lightck.session.group import checked_timeout, ensure_directory, group_of, world_of_one
 from lightck.session.group_start import GroupStart
@@ -16,6 +18,11 @@ from lightck.session.newest_of_group import replace_pools_from_tier
 from lightck.session.newest_of_tiers import replace_pool_from_tier
 from lightck.tiers.open_store import open_store
 from lightck.tiers.tier import checked_tiers
+
+
+def is_empty_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a directory in which a group has begun nothing yet: no pool lies in it, and no peer copy."""
+    return os.path.isdir(path) and not pools_in(path) and not copies_in(os.fspath(path))
 
 
 def fetch_newest(

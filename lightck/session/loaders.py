@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightck.dataloader.batch import TensorReads
+from lightck.dataloader.batch import TensorChecksums
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import LoaderHost, Pass
 from lightck.errors import SessionError
@@ -49,7 +49,7 @@ class LoaderEvents(LoaderHost):
             steps.commits.run(steps.pipeline.poll)
 
     def loader_gave(
-        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: TensorReads
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, cache: TensorChecksums
     ) -> None:
         """Record a batch that a loader gave. The session's lock is not taken, because the record is safe on any
         thread."""
@@ -57,7 +57,7 @@ class LoaderEvents(LoaderHost):
             return
         self._steps.flush_moment.batch_given()
         self._steps.fetched_ahead.batch_given(loader)
-        self._steps.continuation.batch_given(loader.name, pass_, batch, checksum, read)
+        self._steps.continuation.batch_given(loader.name, pass_, batch, checksum, cache)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """Wait for the copies at the end of a pass, because an evaluation with swapped weights may follow."""

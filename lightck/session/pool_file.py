@@ -81,7 +81,7 @@ class PoolFile:
         self.entries = {live.name: entry_of(live) for live in lives}
         if self.arguments.save_options.exports is not None:
             refuse_unexportable(self.arguments.save_options.exports, self.entries.values())
-        self.capture.model.refuse_hidden_state()
+        self.capture.model.refuse_undeclared_state()
         self.capture.remember_built_buffers()
         self.capture.persistent.follow(self.found.persistent)
 

@@ -9,7 +9,7 @@ from numbers import Integral
 import torch
 from torch import nn
 
-from lightck.layout import Layout, refuse_other_than_layout
+from lightck.layout import Layout, check_layout_argument
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.pool.storage.backends import readable_path
 from lightck.restore.checkpoint import Checkpoint, refuse_other_than_mapping
@@ -77,7 +77,7 @@ def recover(
     store = _tier_at(pool_path, options)
     path = "" if store is not None else readable_path(pool_path)
     is_of_ranks = os.path.isdir(path)
-    refuse_other_than_layout(layout, is_used=model is not None and is_of_ranks)
+    check_layout_argument(layout, is_used=model is not None and is_of_ranks)
     if store is not None:
         return _recover_tier(store, model, optimizer, state, step, device, strict=strict, lazy=lazy)
     if is_of_ranks:

@@ -15,7 +15,7 @@ import torch
 from lightck.state.blocks import ALL, FULLY_COMPARED_FIRST, Blocks, RoundRobin
 from lightck.state.inventory import Live
 from lightck.state.signatures import MemoryLayouts
-from lightck.state.unit_replicas import UnitReplica, largest_difference, on_host
+from lightck.state.unit_replicas import UnitReplica, dense_on_host, largest_difference
 
 BLOCK = 64 << 10
 """Bytes of a block that is compared in turn."""
@@ -99,5 +99,7 @@ class ReplicaComparison:
 
 def _measured(replica: UnitReplica) -> list[Difference]:
     pairs = zip(replica.lives, replica.copies, strict=True)
-    found = [Difference(live.name, largest_difference(on_host(live.tensor), copy.detach())) for live, copy in pairs]
+    found = [
+        Difference(live.name, largest_difference(dense_on_host(live.tensor), copy.detach())) for live, copy in pairs
+    ]
     return [one for one in found if one.largest > 0]

@@ -24,7 +24,7 @@ from lightck.session.replica_comparison import Difference, ReplicaComparison
 from lightck.session.replica_work import ReplicaUpdate
 from lightck.session.replica_worker import ReplicaGroup, ReplicaWorker
 from lightck.state.blocks import checksums
-from lightck.state.device_transfers import Arrival, transfer_of
+from lightck.state.device_transfers import StreamPoint, transfer_of
 from lightck.state.inventory import Live
 from lightck.state.neutral_settings import neutral_settings, settings_reason
 from lightck.state.partial_optimizer import PartialOptimizer
@@ -78,7 +78,7 @@ class ReplicaUpdates(StepListener):
         """Name of a unit whose copy read a gradient after it had been overwritten -> names of the unit's tensors."""
         self._failure = ""
         """Why the copies cannot make an update."""
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[StreamPoint] = []
         """For each device, when its work until the last boundary has ended."""
         self._token: object = None
         """``Capture.token`` for which ``_replicas`` was made, or found unchanged."""
@@ -236,7 +236,7 @@ class ReplicaUpdates(StepListener):
             self._copy(gradient)  # the next backward pass writes into its memory
         return gradient.tensors or self._copies.get(gradient, ())
 
-    def _arrivals_now(self) -> list[Arrival]:
+    def _arrivals_now(self) -> list[StreamPoint]:
         """For each device that has tensors of the replica, return when its present work has ended."""
         on_device = [one.lives[0].tensor for one in self._replicas.values() if one.is_on_device]
         transfers = dict.fromkeys(transfer for tensor in on_device if (transfer := transfer_of(tensor)) is not None)

@@ -11,9 +11,9 @@ from lightck.errors import ReplayError
 from lightck.hooks.captured_update import CapturedStep, HeldGradient
 from lightck.session.replica_worker import ReplicaGroup
 from lightck.state.consumed_update import ConsumedGroup, ConsumedStep, Gradient
-from lightck.state.device_transfers import Arrival
+from lightck.state.device_transfers import StreamPoint
 from lightck.state.partial_optimizer import PartialOptimizer
-from lightck.state.unit_replicas import UnitReplica, on_host
+from lightck.state.unit_replicas import UnitReplica, dense_on_host
 from lightck.state.unit_update import SLICE_NUMEL, is_independent_of_threads, update_unit
 
 
@@ -34,7 +34,7 @@ class ReplicaUpdate:
     group: ReplicaGroup
     """Learns that the update was made. Set before ``run``."""
 
-    def __init__(self, replica: UnitReplica, threads: int, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, replica: UnitReplica, threads: int, arrivals: Sequence[StreamPoint]) -> None:
         """``threads``: the number of intra-op threads that made the update of the training. ``arrivals``: one for
         each device, which says when its gradients are there."""
         self.replica, self.failure = replica, ""
@@ -111,7 +111,7 @@ class ReplicaUpdate:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.is_cpu else on_host(tensor)
+    return tensor.detach() if tensor.is_cpu else dense_on_host(tensor)
 
 
 def _group_on_host(group: ConsumedGroup) -> ConsumedGroup:

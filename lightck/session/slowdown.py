@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightck.dataloader.batch import checksum_of
 from lightck.following.first_batch import random_checksum
-from lightck.pool.format.structures import NextBatch, pack_next
+from lightck.pool.format.structures import NextBatch, pack_next_batch
 from lightck.state import rng, values
 from lightck.stats import Slowdown
 
@@ -141,5 +141,5 @@ def _lightck_code(inputs: torch.Tensor) -> list[Callable[[], object]]:
         lambda: checksum_of((inputs,)),
         lambda: values.pack(state, path=""),
         random_checksum,
-        lambda: pack_next(1, entries, bytes(16)),
+        lambda: pack_next_batch(1, entries, bytes(16)),
     ]

@@ -26,7 +26,7 @@ from lightck.errors import listed
 from lightck.following.ddp import replicated_parameters
 from lightck.pool.format.boxes import Ints
 from lightck.pool.format.layout import Entry, held_entry
-from lightck.pool.format.shares import Cut, Divisible, dim_to_divide, divided
+from lightck.pool.format.shares import Cut, Divisible, dim_to_divide, divide
 from lightck.ranks.meet import Meeting
 from lightck.session.capture import Capture
 from lightck.session.group import Group
@@ -77,7 +77,7 @@ def _cuts(
         dim = _dim(live)
         if name in agreed and dim is not None:
             of_ranks.setdefault(ranks, []).append(Divisible(name, tuple(live.tensor.shape), dim, weights[name]))
-    return {name: cut for ranks, tensors in of_ranks.items() for name, cut in divided(tensors, ranks).items()}
+    return {name: cut for ranks, tensors in of_ranks.items() for name, cut in divide(tensors, ranks).items()}
 
 
 def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:

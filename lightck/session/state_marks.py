@@ -30,7 +30,7 @@ Marks = dict[str, Mark]
 
 def tensor_marks(lives: Iterable[Live]) -> Marks:
     """Marks of parameters and buffers, each under the first of its names."""
-    marks = {live.name.removeprefix("model/"): _mark(live.held) for live in lives if live.alias is None}
+    marks = {live.name.removeprefix("model/"): _mark(live.registered) for live in lives if live.alias is None}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
@@ -69,7 +69,7 @@ def option_marks(view: OptimizerView) -> Marks:
 
 def optimizer_state_mark(view: OptimizerView) -> Mark:
     """The mark of an optimizer's state: its tensors' names and marks."""
-    marks = {live.name: _mark(live.held) for live in view.state_tensors() if live.alias is None}
+    marks = {live.name: _mark(live.registered) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
 
 

@@ -180,7 +180,7 @@ class Steps(StepListener):
         writer = self.pipeline.pool.writer
         if not isinstance(writer, GradientWriter):
             return False
-        return self.pipeline.guard.distrust(writer.certain_generation if after is None else after, writer)
+        return self.pipeline.guard.distrust(writer.trusted_generation if after is None else after, writer)
 
     def keep_replica(self, strategy: Replica | None) -> None:
         """If the strategy is ``Replica``, take parameters and optimizer state from copies that make the updates too."""

@@ -116,7 +116,7 @@ def _copied(
     """Return a copy of a window of a unit, or of all of it; None if it is not audited. ``n``: the number of the update,
     which chooses the window."""
     state, group, live = optimizer.state.get(p, {}), step.groups[group_index], p.detach()
-    implementation = group.exceptions.get(held.name, group.implementation)
+    implementation = group.other_implementations.get(held.name, group.implementation)
     gradient = held.as_copied(tensors) if not held.is_sparse else None
     assert gradient is None or isinstance(gradient, torch.Tensor)
     window = None

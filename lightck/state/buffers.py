@@ -16,7 +16,7 @@ from lightck.state.storable import refuse_unstorable
 
 
 class BufferCopies:
-    """The copies of a model's buffers, made anew after each update."""
+    """The copies of a model's buffers, which are made after each update, into the same memory if it fits."""
 
     def __init__(self) -> None:
         self._buffers_or_none: list[torch.Tensor | None] = []

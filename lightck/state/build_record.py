@@ -55,8 +55,8 @@ class BuildRecord:
 
 
 class CurrentBuild:
-    """The build record of the script that attaches now, and which parameters need no gradient now. ``packed``: the
-    record as bytes for the small state; None if a value in it cannot be stored."""
+    """What the script had built at attach, and whether the parameters that need no gradient have changed since then.
+    ``packed``: the build record as bytes for the small state; None if a value in it cannot be stored."""
 
     def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
@@ -104,4 +104,4 @@ class CurrentBuild:
 def names_without_grad(lives: Sequence[Live]) -> list[str]:
     """Return the sorted names, in the model, of the parameters that need no gradient."""
     params = [live for live in lives if live.role == "param" and live.name.startswith("model/")]
-    return sorted(live.name.removeprefix("model/") for live in params if not live.held.requires_grad)
+    return sorted(live.name.removeprefix("model/") for live in params if not live.registered.requires_grad)

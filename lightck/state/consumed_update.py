@@ -51,13 +51,14 @@ class ConsumedGroup:
     """One parameter group as a step found it.
 
     parameters: the names, in the order of the group. options: every option but ``params``, as a copy. implementation:
-    which code updates the group. exceptions: name -> implementation, for the parameters that another code updates.
+    which code updates the group. other_implementations: name -> implementation, for the parameters that another code
+    updates.
     """
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
     implementation: Implementation
-    exceptions: Mapping[str, Implementation] = field(default_factory=dict)
+    other_implementations: Mapping[str, Implementation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ConsumedStep:
 
 @dataclass(frozen=True, slots=True)
 class ConsumedUpdate:
-    """What the update consumed that made the state of ``step`` from the state of ``step`` - 1.
+    """What one update consumed. It made the state of ``step`` from the state of ``step`` - 1.
 
     optimizer_steps: in the order in which they were made; an optimizer that made no step has none. threads: the number
     of intra-op threads (``torch.get_num_threads()``) of the thread that made the update.

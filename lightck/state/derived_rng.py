@@ -19,22 +19,22 @@ import torch
 from lightck.state.rng import RngState
 
 
-def derived(like: RngState, key: bytes, script: RngState | None = None) -> RngState:
+def derive_states(like: RngState, key: bytes, script: RngState | None = None) -> RngState:
     """Return the states that follow from ``key``, of the generators that ``like`` has. A device that this machine lacks
     is left out, as when a state is restored. ``script``: the states that the script has set; None: they do not
     count."""
     kind = getattr(np.random, like.numpy["bit_generator"])
     seeds = _Seeds(key, script)
     return RngState(
-        random.Random(seeds.of("python")).getstate(),
-        np.random.RandomState(kind(seeds.of("numpy"))).get_state(legacy=False),
-        torch.Generator().manual_seed(seeds.of("torch")).get_state(),
+        random.Random(seeds.seed_for("python")).getstate(),
+        np.random.RandomState(kind(seeds.seed_for("numpy"))).get_state(legacy=False),
+        torch.Generator().manual_seed(seeds.seed_for("torch")).get_state(),
         tuple((index, _of_device(seeds, index)) for index, _ in like.cuda if index < torch.cuda.device_count()),
     )
 
 
 def _of_device(seeds: _Seeds, index: int) -> torch.Tensor:
-    return torch.Generator(f"cuda:{index}").manual_seed(seeds.of(f"cuda:{index}")).get_state()
+    return torch.Generator(f"cuda:{index}").manual_seed(seeds.seed_for(f"cuda:{index}")).get_state()
 
 
 class _Seeds:
@@ -53,7 +53,7 @@ class _Seeds:
                 **{f"cuda:{index}": state.numpy().tobytes() for index, state in script.cuda},
             }
 
-    def of(self, generator: str) -> int:
+    def seed_for(self, generator: str) -> int:
         """Return a seed of 63 bits for one generator."""
         digest = blake2b(self._key, digest_size=8, person=generator.encode())
         digest.update(self._of_script.get(generator, b""))

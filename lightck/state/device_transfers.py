@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 memory, except in ``copy_on_device``, where it is memory of the device."""
 
 
-class Arrival(Protocol):
+class StreamPoint(Protocol):
     """A point in a stream, which a thread can wait for."""
 
     def synchronize(self) -> None:
@@ -31,15 +31,15 @@ class Arrival(Protocol):
 class DeviceTransfer(Protocol):
     """Copies from one device."""
 
-    def mark(self) -> Arrival:
+    def mark(self) -> StreamPoint:
         """Return a point in the stream of the computation. The device passes it when all work that was enqueued there
         before this call is done."""
 
-    def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
+    def send(self, pairs: Sequence[Pair], after: StreamPoint) -> StreamPoint:
         """Enqueue copies that run in parallel with the computation, after the device has passed ``after``. Return the
         point at which the copies have arrived. The tensors must not change before the device has passed this point."""
 
-    def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
+    def send_in_order(self, pairs: Sequence[Pair]) -> StreamPoint:
         """Enqueue copies in the order of the computation, and return the point at which the copies have arrived. Work
         that is enqueued after this call may change the tensors."""
 
@@ -48,7 +48,7 @@ class DeviceTransfer(Protocol):
         the copy. ``start``: the first byte; ``nbytes``: how many bytes (None: all from ``start`` on)."""
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
-        """Do what ``send_in_order`` does, but copy into memory of the same device, and return no arrival."""
+        """Do what ``send_in_order`` does, but copy into memory of the same device, and return nothing."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory that the device can write to directly."""
@@ -90,7 +90,7 @@ def is_dense_tensor(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor on its device: a view of the tensor if it is dense, otherwise the bytes of a
     contiguous copy."""
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
@@ -122,26 +122,26 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """The stream of copies that run in parallel with the computation."""
 
-    def mark(self) -> Arrival:
+    def mark(self) -> StreamPoint:
         return self._record_event(self._update_stream())
 
-    def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
+    def send(self, pairs: Sequence[Pair], after: Any) -> StreamPoint:
         self._stream.wait_event(after)
         return self._enqueue_copies(self._stream, pairs)
 
-    def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
+    def send_in_order(self, pairs: Sequence[Pair]) -> StreamPoint:
         arrival = self._enqueue_copies(self._update_stream(), pairs)
         self._delay_next_writes(arrival)
         return arrival
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
+            return bytes_of(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         stream = self._update_stream()
         with torch.no_grad(), torch.cuda.stream(stream):
-            torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
+            torch._foreach_copy_([target for target, _ in pairs], [bytes_of(tensor) for _, tensor in pairs])
         self._delay_next_writes(self._record_event(stream))
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -209,7 +209,7 @@ class CudaTransfer:
         copies that were enqueued before, because the caller gets no event to wait for."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
-                targets, sources = [target for target, _ in pairs], [raw(tensor) for _, tensor in pairs]
+                targets, sources = [target for target, _ in pairs], [bytes_of(tensor) for _, tensor in pairs]
                 torch._foreach_copy_(targets, sources, non_blocking=True)  # one call, without the GIL
         except BaseException:
             self._record_event(stream).synchronize()

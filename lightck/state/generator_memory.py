@@ -88,8 +88,8 @@ class _NumpyMemory:
 
 _python: _PythonMemory | None = None
 _numpy: _NumpyMemory | None = None
-"""The global generators that were read last. They are kept alive, so that no other object gets their
-addresses."""
+"""``_python`` and ``_numpy`` refer to the global generators that were read last, so that these stay alive and no other
+object gets their addresses."""
 
 
 def python_twister() -> Twister | None:

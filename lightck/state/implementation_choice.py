@@ -32,15 +32,15 @@ def chosen_implementations(
     chosen = _chosen(kind, group)
     if chosen is not Implementation.FOREACH:
         return chosen, {}
-    exceptions: dict[str, Implementation] = {}
+    others: dict[str, Implementation] = {}
     for bucket in _buckets(names, group["params"]):
         if issubclass(kind, torch.optim.Adagrad) and any(p.grad is not None and p.grad.is_sparse for _, p in bucket):
-            exceptions.update((name, Implementation.FOR_LOOP) for name, _ in bucket)
+            others.update((name, Implementation.FOR_LOOP) for name, _ in bucket)
         elif issubclass(kind, torch.optim.SGD) and group["momentum"] != 0:
             has_momentum = [state.get(p, {}).get("momentum_buffer") is not None for _, p in bucket]
             if any(has_momentum) and not all(has_momentum):
-                exceptions.update((name, Implementation.FOREACH_BESIDE_NEW) for name, _ in bucket)
-    return chosen, exceptions
+                others.update((name, Implementation.FOREACH_BESIDE_NEW) for name, _ in bucket)
+    return chosen, others
 
 
 def _chosen(kind: type, group: Mapping[str, Any]) -> Implementation:

@@ -1,7 +1,7 @@
 """The indexed form of a dense gradient, in which most elements are zero: the positions and values of the others.
 
-Counted are the elements whose *bits* are not zero, so a zero with a sign is one of them. Hence the gradient that is
-made from its indexed form has the same bits. Whoever has changed the gradient, and how, does not matter.
+It has the elements whose *bits* are not zero, so a zero with a sign is one of them. Hence the gradient that is made
+from its indexed form has the same bits. It does not matter who has changed the gradient, and how.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ INDEX_DTYPE, INDEX_NBYTES = torch.int32, 4
 NUMEL_MAX = torch.iinfo(INDEX_DTYPE).max
 """The largest number of elements of a gradient that has an indexed form."""
 DENSE_NBYTES_MAX = 4096
-"""The largest gradient that has no indexed form: to copy it takes no longer than to copy two smaller tensors."""
+"""Gradients of at most this many bytes have no indexed form: to copy one takes no longer than to copy two smaller
+tensors."""
 
 
 class IndexedGradient(NamedTuple):

@@ -18,11 +18,17 @@ from lightck.layout import Layout
 from lightck.pool.format.layout import RESIDUAL_PREFIX, Entry, contiguous_stride, entry_of_share
 from lightck.pool.format.shares import Share
 from lightck.state.device_transfers import is_dense_tensor
-from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
+from lightck.state.local_tensors import (
+    is_dtensor,
+    is_fully_sharded,
+    is_unsharded_form,
+    local_of,
+    refuse_unrestorable_state,
+)
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import Part, part_of_live
 from lightck.state.stand_ins import StandIn
-from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_torchscript, refuse_unstorable
+from lightck.state.storable import dtype_name, refuse_torchscript, refuse_undeclared_state, refuse_unstorable
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -39,8 +45,8 @@ run with the wrapper and one without it use the same names."""
 class Live:
     """One tensor as it is now.
 
-    ``role``: "param", "buffer", "optimizer" or "state". ``home``: the dict of a module or of optimizer state that holds
-    the tensor, under ``key``; None if no such dict holds it (a copy, or a parameter that only an optimizer has).
+    ``role``: "param", "buffer", "optimizer" or "state". ``owner``: the dict of a module or of optimizer state that
+    holds the tensor, under ``key``; None if no such dict holds it (a copy, or a parameter that only an optimizer has).
     ``layer``: number of the tensor's module in the order of the module tree, from 0; -1 if it has none. ``alias``: the
     name under which the tensor's bytes are saved; None if they are saved under ``name``.
     """
@@ -48,12 +54,12 @@ class Live:
     name: str
     role: str
     tensor: torch.Tensor
-    home: dict[Any, Any] | None
+    owner: dict[Any, Any] | None
     key: object
     layer: int = -1
     alias: str | None = None
     dtensor: torch.Tensor | None = None
-    """The DTensor that ``home`` holds, if ``tensor`` is its local tensor; else None."""
+    """The DTensor that ``owner`` holds, if ``tensor`` is its local tensor; else None."""
     is_fully_sharded: bool = False
     """Whether the module may hold another tensor in place of ``dtensor`` at times (``fully_shard``)."""
     is_frozen: bool = False
@@ -68,8 +74,8 @@ class Live:
     """What is copied in place of ``tensor``; None: ``tensor`` itself."""
 
     @property
-    def held(self) -> torch.Tensor:
-        """What a module or an optimizer holds: the DTensor, if there is one, else ``tensor``."""
+    def registered(self) -> torch.Tensor:
+        """What is registered in the module or the optimizer: the DTensor, if there is one, else ``tensor``."""
         return self.tensor if self.dtensor is None else self.dtensor
 
     @property
@@ -80,12 +86,13 @@ class Live:
         return self.tensor.detach().narrow(self.share.cut.dim, *self.share.rows)
 
     def is_current(self) -> bool:
-        """Whether the tensor's module or optimizer still holds it. Always True if ``home`` is None."""
-        held = self.tensor if self.home is None else self.home.get(self.key)
+        """Whether the tensor's module or optimizer still holds it (not checked if ``owner`` is None), and, for a
+        DTensor, whether ``tensor`` is still its local tensor."""
+        held = self.tensor if self.owner is None else self.owner.get(self.key)
         if self.dtensor is None:
             return held is self.tensor
-        is_unsharded = self.is_fully_sharded and held is not None and stands_in(held, self.dtensor)
-        return local_of(self.dtensor) is self.tensor and (held is self.dtensor or self.home is None or is_unsharded)
+        is_unsharded = self.is_fully_sharded and held is not None and is_unsharded_form(held, self.dtensor)
+        return local_of(self.dtensor) is self.tensor and (held is self.dtensor or self.owner is None or is_unsharded)
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -156,11 +163,11 @@ class ModelView:
         self._build()
 
     def _build(self) -> None:
-        self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
-        """For each place of a parameter or persistent buffer: the dict and the key of the tensor, its name, its role,
-        and the number of its module."""
-        self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
-        """The items of ``_homes`` for buffers."""
+        self._registered: list[tuple[dict[str, Any], str, str, str, int]] = []
+        """For each parameter or persistent buffer of each module: the dict and the key of the tensor, its name, its
+        role, and the number of its module."""
+        self._registered_buffers: list[tuple[dict[str, Any], str, str, str, int]] = []
+        """The items of ``_registered`` for buffers."""
         self._structures_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
         """Each module, and what ``_structure_of`` returned for it."""
         self.extra: list[tuple[str, nn.Module]] = []
@@ -178,11 +185,11 @@ class ModelView:
             layer = layers.setdefault(id(module), len(layers))
             self._structures_seen.append((module, _structure_of(module)))
             for key in module._parameters:
-                self._homes.append((module._parameters, key, self._name_of(f"{prefix}{key}"), "param", layer))
+                self._registered.append((module._parameters, key, self._name_of(f"{prefix}{key}"), "param", layer))
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
-                    self._homes.append((module._buffers, key, self._name_of(f"{prefix}{key}"), "buffer", layer))
-                    self._buffer_homes.append(self._homes[-1])
+                    self._registered.append((module._buffers, key, self._name_of(f"{prefix}{key}"), "buffer", layer))
+                    self._registered_buffers.append(self._registered[-1])
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self.extra.append((self._name_of(f"{prefix}_extra_state").removeprefix("model/"), module))
         self._dtensors = {place: found for place, found in self._dtensors.items() if place[0] in self._sharded}
@@ -222,12 +229,12 @@ class ModelView:
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
-        for home, key, name, role, layer in self._homes:
-            held = self._held(home, key) if self._sharded else home.get(key)
+        for owner, key, name, role, layer in self._registered:
+            held = self._held(owner, key) if self._sharded else owner.get(key)
             if held is None:
                 continue
-            live = live_of(name, role, held, home, key, layer)
-            live.is_fully_sharded = id(home) in self._sharded
+            live = live_of(name, role, held, owner, key, layer)
+            live.is_fully_sharded = id(owner) in self._sharded
             tensor = live.tensor
             if role == "param" and trained is not None:
                 live.is_frozen = id(held) not in trained or not held.requires_grad
@@ -241,17 +248,17 @@ class ModelView:
         _unfreeze_shared(lives)
         return lives
 
-    def _held(self, home: dict[str, Any], key: str) -> torch.Tensor | None:
-        """Return the tensor under ``key``. While an unsharded module of ``fully_shard`` holds a substitute there (see
-        ``stands_in``), return the DTensor that was there before."""
-        tensor: torch.Tensor | None = home.get(key)
-        if tensor is None or id(home) not in self._sharded:
+    def _held(self, owner: dict[str, Any], key: str) -> torch.Tensor | None:
+        """Return the tensor under ``key``. While a module of ``fully_shard`` holds its unsharded form there
+        (``is_unsharded_form``), return the DTensor that was there before."""
+        tensor: torch.Tensor | None = owner.get(key)
+        if tensor is None or id(owner) not in self._sharded:
             return tensor
-        known = self._dtensors.get((id(home), key))
-        if known is not None and stands_in(tensor, known[1]):
+        known = self._dtensors.get((id(owner), key))
+        if known is not None and is_unsharded_form(tensor, known[1]):
             return known[1]
         if is_dtensor(tensor):
-            self._dtensors[id(home), key] = home, tensor
+            self._dtensors[id(owner), key] = owner, tensor
         return tensor
 
     @property
@@ -262,61 +269,63 @@ class ModelView:
     @property
     def has_buffers(self) -> bool:
         """Whether there are places of persistent buffers, even if each holds None."""
-        return bool(self._buffer_homes)
+        return bool(self._registered_buffers)
 
     def buffers(self) -> Iterator[Live]:
         """Yield persistent buffers, each tensor once."""
         seen: set[int] = set()
-        for home, key, name, role, layer in self._buffer_homes:
-            tensor = home.get(key)
+        for owner, key, name, role, layer in self._registered_buffers:
+            tensor = owner.get(key)
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield live_of(name, role, tensor, home, key, layer)
+                yield live_of(name, role, tensor, owner, key, layer)
 
     def buffers_or_none(self) -> list[torch.Tensor | None]:
         """Return what each place of a persistent buffer holds: a tensor or None."""
-        return [home.get(key) for home, key, _, _, _ in self._buffer_homes]
+        return [owner.get(key) for owner, key, _, _, _ in self._registered_buffers]
 
-    def refuse_hidden_state(self) -> None:
+    def refuse_undeclared_state(self) -> None:
         """Raise ``StateValueError`` for a module with state that is no parameter, buffer or extra state."""
-        refuse_hidden_state(clean_prefixes(self.model), set(self.local_names.values()))
+        refuse_undeclared_state(clean_prefixes(self.model), set(self.local_names.values()))
 
     def vacant_buffers(self) -> Iterator[tuple[str, dict[str, object], str]]:
         """Yield (name, dict, key) of each persistent buffer that is None now."""
-        for home, key, name, _, _ in self._buffer_homes:
-            if home.get(key) is None:
-                yield name, home, key
+        for owner, key, name, _, _ in self._registered_buffers:
+            if owner.get(key) is None:
+                yield name, owner, key
 
     def vacant(self) -> list[tuple[dict[str, object], str]]:
         """Return (dict, key) of each parameter and persistent buffer that is None now."""
-        return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
+        return [(owner, key) for owner, key, _, _, _ in self._registered if owner.get(key) is None]
 
     def unsharded_parameter(self) -> str | None:
-        """Return the key of a parameter for which a module of ``fully_shard`` holds a substitute now, because it is
-        unsharded. Return None if there is no such parameter."""
-        return next((key for (_, key), (home, dtensor) in self._dtensors.items() if home.get(key) is not dtensor), None)
+        """Return the key of a parameter for which a module of ``fully_shard`` holds its unsharded form now. Return None
+        if there is no such parameter."""
+        return next(
+            (key for (_, key), (owner, dtensor) in self._dtensors.items() if owner.get(key) is not dtensor), None
+        )
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield each parameter under each of its names. A parameter of a sharded module is its DTensor."""
-        for home, key, _, role, _ in self._homes:
-            if role == "param" and (tensor := self._held(home, key)) is not None:
+        for owner, key, _, role, _ in self._registered:
+            if role == "param" and (tensor := self._held(owner, key)) is not None:
                 yield tensor
 
     def names_by_id(self) -> dict[int, str]:
         """Return id -> first name of each parameter, without the prefix ``model/``."""
         names: dict[int, str] = {}
-        for home, key, name, role, _ in self._homes:
-            if role == "param" and (tensor := self._held(home, key)) is not None:
+        for owner, key, name, role, _ in self._registered:
+            if role == "param" and (tensor := self._held(owner, key)) is not None:
                 names.setdefault(id(tensor), name.removeprefix("model/"))
         return names
 
 
 def live_of(
-    name: str, role: str, held: torch.Tensor, home: dict[Any, Any] | None, key: object, layer: int = -1
+    name: str, role: str, held: torch.Tensor, owner: dict[Any, Any] | None, key: object, layer: int = -1
 ) -> Live:
     """Return the ``Live`` of a tensor that a module or an optimizer holds."""
     local = local_of(held)
-    return Live(name, role, local, home, key, layer, dtensor=None if local is held else held)
+    return Live(name, role, local, owner, key, layer, dtensor=None if local is held else held)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -438,14 +447,14 @@ class OptimizerView:
         state = self.optimizer.state
         first: dict[int, str] = {}
         for name, p in self.params:
-            home = state.get(p)
-            if not isinstance(home, dict):
+            owner = state.get(p)
+            if not isinstance(owner, dict):
                 continue
-            for key, value in home.items():
-                if is_direct(key, value):
+            for key, value in owner.items():
+                if is_named_tensor(key, value):
                     full = state_name(name, key)
                     one = first.setdefault(id(value), full)
-                    live = live_of(full, "optimizer", value, home, key)
+                    live = live_of(full, "optimizer", value, owner, key)
                     if is_dtensor(p) or live.dtensor is not None:
                         refuse_unrestorable_state(full, p, key, value)
                     live.alias = None if one == full else one
@@ -461,16 +470,16 @@ class OptimizerView:
         for name, p in self.params if params is None or self.wraps else params:
             if p not in state:
                 continue
-            home = state[p]
-            if not isinstance(home, dict):
-                values[name] = home
+            owner = state[p]
+            if not isinstance(owner, dict):
+                values[name] = owner
                 continue
-            rest = {k: v for k, v in home.items() if self.wraps or not is_direct(k, v)}
-            if rest or not home:
+            rest = {k: v for k, v in owner.items() if self.wraps or not is_named_tensor(k, v)}
+            if rest or not owner:
                 values[name] = rest
         return values
 
-    def rest(self) -> dict[Any, object]:
+    def other_state(self) -> dict[Any, object]:
         """Return what ``optimizer.state`` holds under keys that are no tensors."""
         return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
@@ -502,7 +511,7 @@ def optimizer_views(
     return found
 
 
-def is_direct(key: object, value: object) -> bool:
+def is_named_tensor(key: object, value: object) -> bool:
     """Whether the value is a tensor under a key that can be part of an entry's name."""
     return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
 

@@ -70,7 +70,7 @@ def params_of_fully_shard(model: nn.Module) -> Mapping[object, Sequence[torch.Te
     return found
 
 
-def stands_in(held: torch.Tensor, dtensor: torch.Tensor) -> bool:
+def is_unsharded_form(held: torch.Tensor, dtensor: torch.Tensor) -> bool:
     """Whether a module of ``fully_shard`` holds ``held`` in place of the parameter ``dtensor`` for a time. It is a
     plain tensor, or, with tensor parallelism, a DTensor on the mesh of the tensor parallel ranks alone."""
     if held is dtensor:
@@ -128,17 +128,17 @@ def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value
 
 
 def refuse_optimizer_before_dtensors(
-    of_model: Iterable[torch.Tensor], of_optimizers: Sequence[tuple[str, Sequence[tuple[str, torch.Tensor]]]]
+    model_params: Iterable[torch.Tensor], params_of_optimizers: Sequence[tuple[str, Sequence[tuple[str, torch.Tensor]]]]
 ) -> None:
     """Raise ``UnsupportedError`` if the model got its DTensors after its optimizer was made. The optimizer then updates
     the plain parameters that the model had before, and does not train the model.
 
-    ``of_model``: the parameters of the model. ``of_optimizers``: for each followed optimizer, the name of its class,
-    and name and tensor of each of its parameters. The name begins with ``outside/`` if the model does not hold the
-    tensor."""
-    followed = {id(p) for _, params in of_optimizers for _, p in params}
-    idle = {id(p): p for p in of_model if is_dtensor(p) and p.requires_grad and id(p) not in followed}
-    for optimizer, params in of_optimizers if idle else ():
+    ``model_params``: the parameters of the model. ``params_of_optimizers``: for each followed optimizer, the name of
+    its class, and name and tensor of each of its parameters. The name begins with ``outside/`` if the model does not
+    hold the tensor."""
+    followed = {id(p) for _, params in params_of_optimizers for _, p in params}
+    idle = {id(p): p for p in model_params if is_dtensor(p) and p.requires_grad and id(p) not in followed}
+    for optimizer, params in params_of_optimizers if idle else ():
         outside = [p for name, p in params if name.startswith("outside/") and not is_dtensor(p)]
         if _have_shapes_of(outside, list(idle.values())):
             raise UnsupportedError(

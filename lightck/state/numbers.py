@@ -37,37 +37,37 @@ class ModuleNumbers:
         self._n_checkpoints = 0
         self._n_samples = 0
         """How many samples were taken since, and including, the first sample that found a changed number."""
-        self._last = {name: home[key] for name, home, key in _numbers(model)}
+        self._last = {name: attributes[key] for name, attributes, key in _numbers(model)}
         """Name -> value at the last sample. The constructor takes the first sample."""
         self._changes: dict[str, int] = {}
         """Name -> how many samples found the number changed since the sample before."""
-        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
         """Name -> the dict and the key of each number in ``_changes``."""
 
-    def now(self) -> dict[str, int]:
-        """Return the values of the numbers that changed at more than half of the samples: ``module.attribute`` ->
-        value. To be called at each checkpoint."""
+    def values_at_checkpoint(self) -> dict[str, int]:
+        """Take a sample if one is due, and return the values of the numbers that changed at more than half of the
+        samples: ``module.attribute`` -> value. To be called at each checkpoint, which this counts."""
         self._n_checkpoints += 1
         n = self._n_checkpoints
         if n <= _FIRST_CHECKPOINTS or n & (n - 1) == 0:
             self._sample()
         often = [name for name, count in self._changes.items() if 2 * count > self._n_samples]
-        found = ((name, *self._homes[name]) for name in often)
-        return {name: home[key] for name, home, key in found if _is_number(home.get(key))}
+        found = ((name, *self._places[name]) for name in often)
+        return {name: attributes[key] for name, attributes, key in found if _is_number(attributes.get(key))}
 
     def _sample(self) -> None:
         self._n_samples += bool(self._changes)
-        for name, home, key in _numbers(self._model):
-            if self._last.get(name, home[key]) != home[key]:
+        for name, attributes, key in _numbers(self._model):
+            if self._last.get(name, attributes[key]) != attributes[key]:
                 self._n_samples += not self._changes  # the first change: counting begins with this sample
                 self._changes[name] = self._changes.get(name, 0) + 1
-                self._homes[name] = home, key
-            self._last[name] = home[key]
+                self._places[name] = attributes, key
+            self._last[name] = attributes[key]
 
     def compare(self, saved: Mapping[str, int], step: int) -> None:
         """Warn about numbers that differ from those of the checkpoint of ``step``. To be called before the first
         training forward after a resume. ``saved``: name -> value."""
-        now = {name: home[key] for name, home, key in _numbers(self._model) if name in saved}
+        now = {name: attributes[key] for name, attributes, key in _numbers(self._model) if name in saved}
         other = [f"{name} is {value} and was {saved[name]}" for name, value in now.items() if value != saved[name]]
         if other:
             log.warning(

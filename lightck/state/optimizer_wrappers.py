@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError, listed
 
 _DEPTH = 4
-"""The limit of two searches: an object without hooks is unwrapped through its ``.optimizer`` only if fewer than
-``_DEPTH`` wrappers are around it; and tensors in an attribute are searched through ``_DEPTH`` levels of containers, the
+"""The limit of two searches. An object without hooks is unwrapped through its ``.optimizer`` only if fewer than
+``_DEPTH`` wrappers are around it. Tensors in an attribute are searched through ``_DEPTH`` levels of containers, the
 outermost included."""
 
 

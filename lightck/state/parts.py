@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """The part of a logical tensor that this process holds."""
 
     shape: Ints
-    """Of the local tensor."""
+    """The shape of the local tensor."""
     logical_shape: Ints
     pieces: tuple[Piece, ...]
 

@@ -1,10 +1,9 @@
 """Predicts, before an optimizer's first step, which state it will have, so that the pool can be laid out at attach.
 
-A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (group, number of
-dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So a prime among
-the sizes of a state tensor shows from which dimension of the parameter that size comes. User hooks do not run, and
-random states are preserved. If anything fails, ``predict`` returns None, and the pool is laid out at the first boundary
-instead.
+A scratch instance of the optimizer's class makes one step on tiny trial tensors. Each kind of parameter (group, number
+of dimensions, dtype, device) has one trial tensor, whose sizes are different primes. So a prime among the sizes of a
+state tensor shows from which dimension of the parameter that size comes. User hooks do not run, and random states are
+preserved. If anything fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
 
 Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
 state (change a counter of the class or a buffer that its groups share, write a file, make a collective call). Such a
@@ -31,13 +30,13 @@ from lightck.state.torch_classes import foreign_code
 
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-"""The sizes of a stand-in of n dimensions are the first n of these."""
+"""The sizes of a trial tensor of n dimensions are the first n of these."""
 
-_SizeRule = tuple[str, int]
+_SizeSource = tuple[str, int]
 """How one size of a state tensor follows from its parameter: ("dim", i) is the parameter's size in dimension i,
 ("numel", 0) its number of elements, ("size", n) the constant n."""
-_StateRule = tuple[torch.dtype, torch.device, tuple[_SizeRule, ...]]
-"""Dtype and device of one state tensor, and a rule for each of its sizes."""
+_StateKind = tuple[torch.dtype, torch.device, tuple[_SizeSource, ...]]
+"""Dtype and device of one state tensor, and how each of its sizes follows."""
 
 
 def predict(view: OptimizerView) -> list[Entry] | None:
@@ -62,25 +61,26 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
     foreign = foreign_code(type(view.optimizer))
     if foreign is not None:
         raise ValueError(f"{foreign} is not torch's own code, so it is not tried out beforehand")
-    groups, stand_ins = _stand_ins(view)
+    groups, trial_tensors = _trial_tensors(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
     with without_global_hooks():
         scratch.step()
-    rules = {key: _rules(p, scratch.state.get(p, {})) for key, p in stand_ins.items()}
+    state_kinds = {key: _state_kinds(p, scratch.state.get(p, {})) for key, p in trial_tensors.items()}
     for g, (group, names) in enumerate(zip(view.optimizer.param_groups, view.names, strict=True)):
         for name, p in zip(names, group["params"], strict=True):
-            for state_key, (dtype, device, size_rules) in rules[_kind(g, p)].items():
-                yield _entry(name, p, state_key, dtype, device, size_rules)
+            for state_key, (dtype, device, size_sources) in state_kinds[_kind(g, p)].items():
+                yield _entry(name, p, state_key, dtype, device, size_sources)
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
-    """Return the kind of a parameter: what it has in common with its stand-in. ``group``: the index of its group."""
+    """Return the kind of a parameter: what it has in common with its trial tensor. ``group``: the index of its
+    group."""
     return group, p.dim(), p.dtype, p.device
 
 
-def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple[object, ...], torch.Tensor]]:
-    """Return groups of stand-ins with the options of the optimizer's groups, and kind -> stand-in. Raises
+def _trial_tensors(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple[object, ...], torch.Tensor]]:
+    """Return groups of trial tensors with the options of the optimizer's groups, and kind -> trial tensor. Raises
     ``ValueError`` for a parameter with more dimensions than ``_PRIMES`` has items."""
     groups, by_kind = [], {}
     for g, group in enumerate(view.optimizer.param_groups):
@@ -96,19 +96,19 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple
     return groups, by_kind
 
 
-def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateRule]:
-    """Return key -> rule for each tensor in the state of the stand-in ``p``. Raises ``ValueError`` if the state
+def _state_kinds(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateKind]:
+    """Return key -> kind of each tensor in the state of the trial tensor ``p``. Raises ``ValueError`` if the state
     contains a list, tuple or dict with items, or a tensor with a size that does not follow from the shape of ``p``."""
-    rules = {}
+    kinds = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            rules[key] = (value.dtype, value.device, tuple(_size_rule(p, size) for size in value.shape))
+            kinds[key] = (value.dtype, value.device, tuple(_size_source(p, size) for size in value.shape))
         elif isinstance(value, (list, tuple, dict)) and value:
             raise ValueError(f"state {key!r} is a {type(value).__name__}")
-    return rules
+    return kinds
 
 
-def _size_rule(p: torch.Tensor, size: int) -> _SizeRule:
+def _size_source(p: torch.Tensor, size: int) -> _SizeSource:
     if size == 1:
         return "size", 1
     if size in p.shape:
@@ -119,17 +119,22 @@ def _size_rule(p: torch.Tensor, size: int) -> _SizeRule:
 
 
 def _size(p: torch.Tensor, basis: str, n: int) -> int:
-    """Return the size that the rule (``basis``, ``n``) gives for the parameter ``p``."""
+    """Return the size that follows from (``basis``, ``n``), a ``_SizeSource``, for the parameter ``p``."""
     if basis == "dim":
         return int(p.shape[n])
     return p.numel() if basis == "numel" else n
 
 
 def _entry(
-    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, size_rules: tuple[_SizeRule, ...]
+    name: str,
+    p: torch.Tensor,
+    key: object,
+    dtype: torch.dtype,
+    device: torch.device,
+    size_sources: tuple[_SizeSource, ...],
 ) -> Entry:
     local = local_of(p)
-    shape = tuple(_size(local, basis, n) for basis, n in size_rules)
+    shape = tuple(_size(local, basis, n) for basis, n in size_sources)
     # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
     # If the state has other strides, it gets a new extent at its first checkpoint.
     stride = tuple(local.stride()) if shape == tuple(local.shape) and _is_dense(p) else contiguous_stride(shape)

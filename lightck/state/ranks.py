@@ -1,4 +1,5 @@
-"""A process that becomes one of several ranks after it was attached alone."""
+"""A process that becomes one of several ranks after it was attached alone. (Ranks that checkpoint together are in the
+package ``lightck/ranks``.)"""
 
 from __future__ import annotations
 

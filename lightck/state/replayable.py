@@ -1,7 +1,7 @@
 """Which optimizers' updates can be made again, one parameter at a time, with the same bits.
 
-An exact class of ``torch.optim`` is known. Any other class is probed on stand-ins: three steps over all parameters are
-compared with the same steps of one parameter at a time. Whatever fails is refused by an error that names
+An exact class of ``torch.optim`` is known. Any other class is probed on trial tensors: three steps over all parameters
+are compared with the same steps of one parameter at a time. Whatever fails is refused by an error that names
 ``FullState()``, the strategy for which it does not matter how an update is computed.
 """
 
@@ -25,15 +25,15 @@ from lightck.state.torch_classes import irreproducible_reason
 MIN_RATIO = 1.5
 """The least ratio of the bytes that an update changes to the bytes that it consumes. Below, gradients save nothing."""
 _PRIMES = (3, 5, 7, 2, 11, 13)
-"""Sizes of a stand-in of n dimensions: the first n."""
+"""Sizes of a trial tensor of n dimensions: the first n."""
 _STEPS = 3
 _ATTRIBUTE_DEPTH = 4
 """Levels of containers in an attribute that are searched."""
 _NO_EQ: object = object.__eq__
 """The ``__eq__`` of a class that defines none: it compares identities only."""
 _SCALES = (1.0, 30.0, 0.1)
-"""Magnitudes of the stand-ins' gradients at each step. A class that clips by the norm of all gradients then clips in at
-least one of the steps, so the probe detects it."""
+"""Magnitudes of the trial tensors' gradients at each step. A class that clips by the norm of all gradients then clips
+in at least one of the steps, so the probe detects it."""
 
 
 def refuse_unreplayable(optimizer: Optimizer) -> None:
@@ -117,14 +117,14 @@ def _attribute_with_state(optimizer: Optimizer) -> str | None:
 
 
 class _Probe:
-    """Makes three steps on stand-ins, for all of them at once and for each of them separately, and compares the
+    """Makes three steps on trial tensors, for all of them at once and for each of them separately, and compares the
     results."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._generator = torch.Generator().manual_seed(20)
-        self._groups = [self._stand_ins(group) for group in optimizer.param_groups]
+        self._groups = [self._trial_tensors(group) for group in optimizer.param_groups]
 
     def run(self) -> None:
         """Raise ``UnsupportedError`` with the reason if a class fails."""
@@ -134,11 +134,11 @@ class _Probe:
         except UnsupportedError:
             raise
         except Exception as error:
-            reason = f"a trial step on stand-ins failed ({type(error).__name__}: {error})"
+            reason = f"a trial step failed ({type(error).__name__}: {error})"
             raise _refused(self._name, reason) from error
 
-    def _stand_ins(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
-        """Return three stand-ins, with state, for each kind of parameter of the group."""
+    def _trial_tensors(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
+        """Return three trial tensors, with state, for each kind of parameter of the group."""
         found = []
         kinds = {
             (p.dim(), p.dtype, p.device, p.requires_grad, bool(self._optimizer.state.get(p))): p
@@ -151,16 +151,16 @@ class _Probe:
                 tensor = torch.randn(_PRIMES[:dims], generator=self._generator).to(dtype=dtype, device=device)
                 vars(tensor).update(vars(p))
                 tensor.requires_grad_(p.requires_grad)
-                found.append((tensor, self._stand_in_state(p, tensor)))
+                found.append((tensor, self._trial_state(p, tensor)))
         return found
 
-    def _stand_in_state(self, parameter: torch.Tensor, stand_in: torch.Tensor) -> dict[Any, Any]:
-        """Return the state of a parameter, if it has some already, in the size of its stand-in."""
+    def _trial_state(self, parameter: torch.Tensor, trial_tensor: torch.Tensor) -> dict[Any, Any]:
+        """Return the state of a parameter, if it has some already, in the size of its trial tensor."""
         state = {}
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel():
                 first = value.detach().flatten()[0]
-                state[key] = first.expand(stand_in.shape).clone()
+                state[key] = first.expand(trial_tensor.shape).clone()
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise _refused(self._name, f"its state {key!r} has another shape than its parameter")
             else:
@@ -168,40 +168,40 @@ class _Probe:
         return state
 
     def _run(self) -> None:
-        whole = PartialOptimizer(type(self._optimizer), self._attributes())
-        every = [pair for group in self._groups for pair in group]
-        alone = [(deepcopy(p), deepcopy(state)) for p, state in every]
+        for_all = PartialOptimizer(type(self._optimizer), self._attributes())
+        together = [pair for group in self._groups for pair in group]
+        separate = [(deepcopy(p), deepcopy(state)) for p, state in together]
         options = [_options(group) for group in self._optimizer.param_groups]
         for step in range(_STEPS):
-            gradients = [self._gradient(p, step, number) for number, (p, _) in enumerate(every)]
-            for (p, _), gradient in zip(every, gradients, strict=True):
+            gradients = [self._gradient(p, step, number) for number, (p, _) in enumerate(together)]
+            for (p, _), gradient in zip(together, gradients, strict=True):
                 p.grad = None if gradient is None else gradient.clone()
             groups = [(o, [p for p, _ in group]) for o, group in zip(deepcopy(options), self._groups, strict=True)]
             before = rng.capture().packed()
-            made_by = whole.step(groups, dict(every), is_shielded=False)
+            made_by = for_all.step(groups, dict(together), is_shielded=False)
             if rng.capture().packed() != before:
                 raise _refused(self._name, "its step draws random numbers")
             self._refuse_changed_attributes(made_by)
-            self._step_alone(alone, gradients, options)
-            self._compare(every, alone)
+            self._step_separately(separate, gradients, options)
+            self._compare(together, separate)
             options = [_options(group) for group in made_by.param_groups]
 
-    def _step_alone(
+    def _step_separately(
         self,
-        alone: list[tuple[torch.Tensor, dict[Any, Any]]],
+        separate: list[tuple[torch.Tensor, dict[Any, Any]]],
         gradients: list[torch.Tensor | None],
         options: list[dict[str, Any]],
     ) -> None:
-        """Make the same step for each stand-in separately, the last one first."""
+        """Make the same step for each trial tensor separately, the last one first."""
         numbers = [g for g, group in enumerate(self._groups) for _ in group]
-        for number in reversed(range(len(alone))):
-            (p, state), gradient = alone[number], gradients[number]
+        for number in reversed(range(len(separate))):
+            (p, state), gradient = separate[number], gradients[number]
             p.grad = None if gradient is None else gradient.clone()
             groups = [(o, [p] if g == numbers[number] else []) for g, o in enumerate(deepcopy(options))]
             PartialOptimizer(type(self._optimizer), self._attributes()).step(groups, {p: state})
 
     def _gradient(self, p: torch.Tensor, step: int, number: int) -> torch.Tensor | None:
-        """Return a gradient for stand-in ``number``, or None: every stand-in lacks it in one of three steps."""
+        """Return a gradient for trial tensor ``number``, or None: every trial tensor lacks it in one of three steps."""
         if (step + number) % 3 == 2:
             return None
         drawn = torch.randn(p.shape, generator=self._generator) * _SCALES[step]
@@ -217,9 +217,9 @@ class _Probe:
             raise _refused(self._name, f"its step changes its attribute {changed[0]!r}")
 
     def _compare(
-        self, whole: list[tuple[torch.Tensor, dict[Any, Any]]], alone: list[tuple[torch.Tensor, dict[Any, Any]]]
+        self, together: list[tuple[torch.Tensor, dict[Any, Any]]], separate: list[tuple[torch.Tensor, dict[Any, Any]]]
     ) -> None:
-        for (p, state), (other, other_state) in zip(whole, alone, strict=True):
+        for (p, state), (other, other_state) in zip(together, separate, strict=True):
             if not _is_same(p, other) or not _is_same(state, other_state):
                 raise _refused(self._name, "it updates a parameter differently if others are updated with it")
 

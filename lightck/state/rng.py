@@ -1,4 +1,5 @@
-"""The random state of a process: python, numpy's global generator, torch on the CPU and on every CUDA device in use.
+"""The random state of a process: python, numpy's global generator, torch on the CPU, and torch on every CUDA device, if
+the process has used CUDA.
 
 ``capture`` runs at every step, so it takes raw bytes where it can (``generator_memory.py``) and converts nothing.
 ``to_value`` and ``packed`` make the state storable. ``from_value`` checks stored values, so that no global generator
@@ -55,7 +56,7 @@ class _LastPacked:
         self._last: tuple[object, bytes] | None = None
         """The state and its packed form, assigned together, because several threads may pack."""
 
-    def of(self, state: object, pack: Callable[[], bytes]) -> bytes:
+    def packed(self, state: object, pack: Callable[[], bytes]) -> bytes:
         """Return the packed form of ``state``. ``pack``: makes it."""
         last = self._last
         if last is not None and self._is_same(last[0], state):
@@ -154,13 +155,13 @@ class RngState:
             return values.pack(self.to_value(), path="rng")
         state, cuda = self.torch.numpy().tobytes(), [[index, state.numpy().tobytes()] for index, state in self.cuda]
         parts = (
-            _packed_python.of(self._python, self._pack_python),
-            _packed_numpy.of(self._numpy, self._pack_numpy),
-            _packed_torch.of(state, lambda: small_state.pack_plain(state)),
+            _packed_python.packed(self._python, self._pack_python),
+            _packed_numpy.packed(self._numpy, self._pack_numpy),
+            _packed_torch.packed(state, lambda: small_state.pack_plain(state)),
             small_state.pack_plain(cuda) if cuda else _NO_DEVICES,
         )
         chunks = chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True))
-        return _joined.of(parts, lambda: small_state.join_dict(len(parts), chunks))
+        return _joined.packed(parts, lambda: small_state.join_dict(len(parts), chunks))
 
     def _pack_python(self) -> bytes:
         return small_state.pack_plain(self._python_value())

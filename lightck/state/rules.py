@@ -1,7 +1,7 @@
 """The rules of a layout for live tensors: which part of a logical tensor a plain tensor is (``Live.part``).
 
-A rule is for a parameter or a buffer, under any of its names. Optimizer state of the parameter's shape is the same part
-of its logical tensor.
+A rule names a parameter or a buffer. If the tensor is tied, any of its names may be used. Optimizer state of the
+parameter's shape is the same part of its logical tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ModelTensors(NamedTuple):
     parts: dict[str, Part]
     """Name -> part, of those that are parts."""
     names: frozenset[str]
-    """Of all of them."""
+    """The names of all tensors."""
     params: frozenset[str]
     """Names of the parameters."""
     ties: dict[str, str]
@@ -92,7 +92,7 @@ def _rules_by_owner(layout: Layout, lives: Iterable[Live]) -> dict[str, Rule]:
 def _part(layout: Layout, rule: Rule | None, live: Live) -> Part | None:
     if rule is None:
         return None
-    if live.dtensor is not None or live.held is not live.tensor:
+    if live.dtensor is not None or live.registered is not live.tensor:
         raise LayoutError(
             f"layout= has the rule {rule!r} for the tensor {live.name!r}, which is a DTensor and says by itself which "
             "part of it a rank holds. Remove the rule."

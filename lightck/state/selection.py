@@ -44,7 +44,7 @@ def keep_largest(gradient: torch.Tensor, k: int, residual: torch.Tensor | None =
             gradient.add_(residual)
         flat = gradient.reshape(-1)  # a view, or a copy in row-major order
         kept = kept_entries(flat, k)
-        for part in _parts(flat):
+        for part in _slices(flat):
             if residual is not None:
                 residual.view(-1)[part].copy_(flat[part]).masked_fill_(kept[part], 0)
             flat[part].masked_fill_(~kept[part], 0)
@@ -58,7 +58,7 @@ def kept_entries(flat: torch.Tensor, k: int) -> torch.Tensor:
     if k >= flat.numel():
         return kept
     least, n_equal, n_kept = _kth_largest_magnitude(flat, k)
-    for part in _parts(flat):
+    for part in _slices(flat):
         magnitudes = _magnitudes(flat[part])
         torch.ge(magnitudes, least, out=kept[part])
         if n_kept < n_equal:
@@ -78,13 +78,13 @@ def _kth_largest_magnitude(flat: torch.Tensor, k: int) -> tuple[int, int, int]:
         return least, int(torch.count_nonzero(magnitudes == least)), k - n_above
     shift = 8 * flat.element_size() - _DIGIT_BITS
     counts = torch.zeros(1 << _DIGIT_BITS, dtype=torch.int64, device=flat.device)
-    for part in _parts(flat):
+    for part in _slices(flat):
         counts += _counts_of(_magnitudes(flat[part]) >> shift)
     digit, k = _digit_of(counts, k)
     if not shift:
         return digit, int(counts[digit]), k
     rest = []
-    for part in _parts(flat):
+    for part in _slices(flat):
         magnitudes = _magnitudes(flat[part])
         rest.append(magnitudes[magnitudes >> shift == digit])
     low, k = kth_largest(torch.cat(rest), k, shift - _DIGIT_BITS)
@@ -93,11 +93,13 @@ def _kth_largest_magnitude(flat: torch.Tensor, k: int) -> tuple[int, int, int]:
 
 
 def kth_largest(numbers: torch.Tensor, k: int, shift: int) -> tuple[int, int]:
-    """Return the k-th largest of integers that are not negative, without its bits above ``shift`` + 16, which are the
-    same in all of them, and how many of the numbers that are equal to it are among the ``k`` largest.
+    """Return the k-th largest number, and how many of the ``k`` largest numbers are equal to it. Only the lowest
+    ``shift`` + 16 bits of the number are returned; the bits above must be the same in all numbers. The numbers must not
+    be negative.
 
-    It counts how often each value of the 16 bits from ``shift`` on occurs, then the next 16 bits of the numbers that
-    have the right ones, and so on. So the time does not depend on the numbers."""
+    It counts how often each value of the 16 bits from ``shift`` on occurs, which gives these bits of the result. Then
+    it does the same with the next 16 bits, among the numbers that have these bits, and so on. So the time does not
+    depend on the numbers."""
     found = 0
     while True:
         digits = (numbers >> shift) & ((1 << _DIGIT_BITS) - 1) if numbers.dtype != torch.int16 else numbers
@@ -113,14 +115,14 @@ def _counts_of(digits: torch.Tensor) -> torch.Tensor:
 
 
 def _digit_of(counts: torch.Tensor, k: int) -> tuple[int, int]:
-    """Return the k-th largest of the digits that occur so often, and how many of the equal ones are among the ``k``
-    largest."""
+    """Return the k-th largest digit, if each digit ``d`` occurs ``counts[d]`` times, and how many of the ``k`` largest
+    are equal to it."""
     at_least = counts.flip(0).cumsum(0).flip(0)
     digit = int(torch.count_nonzero(at_least >= k)) - 1
     return digit, k - int(at_least[digit] - counts[digit])
 
 
-def _parts(flat: torch.Tensor) -> list[slice]:
+def _slices(flat: torch.Tensor) -> list[slice]:
     """Return slices that together are the whole. On a processor, what is computed of each stays in its cache."""
     numel = PART_NUMEL if flat.is_cpu else max(flat.numel(), 1)
     return [slice(start, start + numel) for start in range(0, flat.numel(), numel)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightck.state.inventory import Live, OptimizerView, is_direct, storage_address_of
+from lightck.state.inventory import Live, OptimizerView, is_named_tensor, storage_address_of
 
 _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
 
@@ -121,10 +121,10 @@ class Registrations:
     gone."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
-        housed = [live for live in lives if live.home is not None and live.dtensor is None]
-        self._homes: list[Any] = [live.home for live in housed]
-        self._keys = [live.key for live in housed]
-        self._tensors = [live.tensor for live in housed]
+        owned = [live for live in lives if live.owner is not None and live.dtensor is None]
+        self._owners: list[Any] = [live.owner for live in owned]
+        self._keys = [live.key for live in owned]
+        self._tensors = [live.tensor for live in owned]
         self._in_dtensors = [live for live in lives if live.dtensor is not None]
         self.dtensors = (
             [(i, live.dtensor) for i, live in enumerate(lives) if live.dtensor is not None] if self._in_dtensors else []
@@ -132,7 +132,7 @@ class Registrations:
         """The DTensors, each with the index of its local tensor in ``lives``."""
 
     def are_unchanged(self) -> bool:
-        return all_same(map(getitem, self._homes, self._keys), self._tensors) and all(
+        return all_same(map(getitem, self._owners, self._keys), self._tensors) and all(
             live.is_current() for live in self._in_dtensors
         )
 
@@ -155,7 +155,7 @@ class TensorList:
         self._vacant = list(vacant)
         self._registrations = Registrations(lives)
         self._layouts = MemoryLayouts([live.tensor for live in lives])
-        self._params = [live.held for live in lives if live.role == "param"]
+        self._params = [live.registered for live in lives if live.role == "param"]
         self._requires_grad_flags = list(map(_requires_grad, self._params))
         self._storages = (
             list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
@@ -172,7 +172,7 @@ class TensorList:
         try:
             return (
                 self._registrations.are_unchanged()
-                and not any(home.get(key) is not None for home, key in self._vacant)
+                and not any(owner.get(key) is not None for owner, key in self._vacant)
                 and self._layouts.are_unchanged()
                 and all_same(map(_requires_grad, self._params), self._requires_grad_flags)
                 and (
@@ -197,37 +197,38 @@ def tensor_list_of(
 
 class _StateSignature:
     """Which parameters an optimizer holds state for, which dict holds the state of each, and how many items each dict
-    has, to compare later. ``with_values``: name and tensor of each parameter whose state is not only direct tensors."""
+    has, to compare later. ``with_values``: name and tensor of each parameter whose state is not only named tensors."""
 
     def __init__(self, view: OptimizerView) -> None:
         self.view = view
         state = view.optimizer.state
-        self._keys, self._homes = list(state.keys()), list(state.values())
-        self._dicts = [home for home in self._homes if isinstance(home, dict)]
+        self._keys, self._values = list(state.keys()), list(state.values())
+        self._dicts = [value for value in self._values if isinstance(value, dict)]
         self._sizes = list(map(len, self._dicts))
         self.with_values = [(name, p) for name, p in view.params if p in state and not _only_tensors(state[p])]
         self._states_with_values = [state[p] for _, p in self.with_values]
-        self._n_direct_tensors = list(map(_n_direct, self._states_with_values))
+        self._n_named = list(map(_n_named_tensors, self._states_with_values))
 
     def is_unchanged(self) -> bool:
         state = self.view.optimizer.state
         return (
             len(state) == len(self._keys)
             and all_same(state.keys(), self._keys)
-            and all_same(state.values(), self._homes)
+            and all_same(state.values(), self._values)
             and list(map(len, self._dicts)) == self._sizes
-            and list(map(_n_direct, self._states_with_values)) == self._n_direct_tensors
+            and list(map(_n_named_tensors, self._states_with_values)) == self._n_named
         )
 
 
-def _only_tensors(home: object) -> bool:
-    """Whether the state of one parameter is a dict that is not empty and holds direct tensors only (``is_direct``)."""
-    return isinstance(home, dict) and 0 < len(home) == _n_direct(home)
+def _only_tensors(state: object) -> bool:
+    """Whether the state of one parameter is a dict that is not empty and holds named tensors only
+    (``is_named_tensor``)."""
+    return isinstance(state, dict) and 0 < len(state) == _n_named_tensors(state)
 
 
-def _n_direct(home: object) -> int:
-    """Return how many direct tensors the state of one parameter holds; -1 if the state is no dict."""
-    return sum(is_direct(key, value) for key, value in home.items()) if isinstance(home, dict) else -1
+def _n_named_tensors(state: object) -> int:
+    """Return how many named tensors the state of one parameter holds; -1 if the state is no dict."""
+    return sum(is_named_tensor(key, value) for key, value in state.items()) if isinstance(state, dict) else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +264,8 @@ class ClosedStep:
     update: UpdateRecord | None = None
     """What the update of this step consumed; None: this is not known, or the strategy does not store it."""
     is_checkpoint: bool = True
-    """Whether the step is saved as a checkpoint. If not, ``update`` is stored for a later checkpoint, and ``state``
-    holds nothing else; of ``lives`` only what optimizers update is read."""
+    """Whether the step is saved as a checkpoint. If not, the step only stores ``update`` for a later checkpoint:
+    ``state`` holds the update alone, and of ``lives`` only the tensors that optimizers update are read."""
 
     def without_stand_ins(self) -> ClosedStep:
         """Return the step with no stand-ins: each tensor is read itself."""

@@ -1,8 +1,9 @@
 """Packs the parts of the small state, and packs again only those that changed since the last checkpoint.
 
 Most parts stay the same from checkpoint to checkpoint: the names of parameters, the options of optimizers, the record
-of what the script built. One call in C shows whether a part is unchanged. If a part is the same object as before, and
-no object of its type ever changes, that call is left out. The packed bytes are the same as those of ``values.pack``.
+of what the script built. One call in C shows whether a part is unchanged. This call
+is left out for an object that is the same as before and never changes (because of its type, or by what the caller
+says of its key). The packed bytes are the same as those of ``values.pack``.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ class StatePacker:
         so that the same object always has the same content."""
         self._path = path
         self._never_mutated = frozenset(never_mutated)
-        self._parts: dict[str, _Part] = {}
+        self._items: dict[str, _Item] = {}
 
     def pack(self, parts: Mapping[str, object]) -> bytes:
         """Return the same bytes as ``values.pack`` for this dict. A value of type ``Packed`` is stored as its bytes."""
-        known, chunks = self._parts, []
+        known, chunks = self._items, []
         for key, value in parts.items():
-            part = known.get(key)
-            if part is None:
-                part = known[key] = _Part(key, f"{self._path}/{key}", key in self._never_mutated)
-            chunks.append(part.prefix)
-            chunks.append(value.data if type(value) is Packed else part.pack(value))
+            item = known.get(key)
+            if item is None:
+                item = known[key] = _Item(key, f"{self._path}/{key}", key in self._never_mutated)
+            chunks.append(item.prefix)
+            chunks.append(value.data if type(value) is Packed else item.pack(value))
         return join_dict(len(parts), chunks)
 
 
-class _Part:
+class _Item:
     """One item of the dict, in the form in which it was last packed."""
 
     __slots__ = ("_cache", "_data", "_is_never_mutated", "_path", "_value", "prefix")
@@ -52,8 +53,8 @@ class _Part:
         self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
         self._value: object = self
-        """The value whose packed form is ``_data``. If no value is kept, it is this ``_Part`` itself, as a sentinel,
-        because a ``_Part`` is never a value that is packed."""
+        """The value whose packed form is ``_data``. If no value is kept, it is this ``_Item`` itself, as a sentinel,
+        because an ``_Item`` is never a value that is packed."""
         self._data = b""
 
     def pack(self, value: object) -> bytes:

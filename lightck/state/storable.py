@@ -1,7 +1,7 @@
-"""What can be saved: plain tensors, that is, tensors that are completely described by dtype, shape and bytes. Any other
-tensor is refused by name.
+"""What can be saved: tensors that are completely described by dtype, shape and bytes. Any other tensor is refused by
+name.
 
-``refuse_unstorable`` checks one tensor. ``refuse_hidden_state`` checks modules: what a module writes into its
+``refuse_unstorable`` checks one tensor. ``refuse_undeclared_state`` checks modules: what a module writes into its
 ``state_dict`` beside parameters, buffers and extra state would silently be lost. ``check_objects`` checks the objects
 of ``state=``. ``is_key`` checks the keys of dicts and the items of sets in the small state. Nothing here reads bytes.
 
@@ -46,7 +46,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 # -- tensors and modules ---------------------------------------------------------------------------------------------
 
 
-_PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
+_ORDINARY_TENSOR_TYPES = frozenset((torch.Tensor, nn.Parameter))
 """Types that are neither lazy nor wrappers. For any other type ``_reason_by_type`` is called, which takes longer than
 all other checks of a tensor."""
 
@@ -84,7 +84,7 @@ def refuse_torchscript(prefix: str, module: nn.Module) -> None:
 def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return why a tensor cannot be stored, and what to do about it; None for a tensor that is an array of plain bytes
     in memory."""
-    if type(tensor) not in _PLAIN_TENSORS and (why := _reason_by_type(tensor)):
+    if type(tensor) not in _ORDINARY_TENSOR_TYPES and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
         return (
@@ -147,7 +147,7 @@ def _is_backed(tensor: torch.Tensor) -> bool:
     return held >= (begin + last + 1) * tensor.element_size()
 
 
-def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:
+def refuse_undeclared_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:
     """Raise ``StateValueError`` if a module's own ``_save_to_state_dict`` writes names that are not ``known``."""
     for prefix, module in modules:
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:

@@ -23,12 +23,12 @@ from lightck.state.unit_update import Unit
 
 @dataclass(frozen=True, slots=True)
 class UnitTensors:
-    """The live tensors of a unit. lives: the parameter, then its optimizer state. homes: number of each optimizer that
-    updates it -> the tensors that this keeps for it."""
+    """The live tensors of a unit. lives: the parameter, then its optimizer state. state_by_optimizer: index of each
+    optimizer that updates the parameter -> the state tensors that this optimizer keeps for it."""
 
     name: str
     lives: list[Live]
-    homes: Mapping[int, list[Live]]
+    state_by_optimizer: Mapping[int, list[Live]]
 
     def layouts(self) -> list[tuple[int, MemoryLayout]]:
         """Return identity and memory layout of each tensor."""
@@ -43,26 +43,26 @@ def unit_tensors(lives: Iterable[Live], views: Sequence[OptimizerView]) -> Itera
     """Names of units whose optimizer state belongs to another unit too."""
     for live in lives:
         if live.role == "param" and live.alias is None:
-            parameters[id(live.held)] = live
+            parameters[id(live.registered)] = live
         elif live.role == "optimizer":
-            state_of[id(live.home)].append(live)
+            state_of[id(live.owner)].append(live)
             shared |= {param_of(live.name), param_of(live.alias)} if live.alias is not None else set()
-    homes_of: defaultdict[int, dict[int, list[Live]]] = defaultdict(dict)
+    by_optimizer: defaultdict[int, dict[int, list[Live]]] = defaultdict(dict)
     unreadable: set[int] = set()
     for view in views:
         for _, p in view.params:
-            home = view.optimizer.state.get(p, {})
-            found = homes_of[id(p)][view.root] = state_of[id(home)]
-            if view.wraps or view.is_wrapped or not isinstance(home, dict) or len(found) != len(home):
+            state = view.optimizer.state.get(p, {})
+            found = by_optimizer[id(p)][view.root] = state_of[id(state)]
+            if view.wraps or view.is_wrapped or not isinstance(state, dict) or len(found) != len(state):
                 unreadable.add(id(p))
     for key, parameter in parameters.items():
-        homes = homes_of.get(key)
-        if not homes or key in unreadable or parameter.is_frozen or unit_of(parameter) in shared:
+        states = by_optimizer.get(key)
+        if not states or key in unreadable or parameter.is_frozen or unit_of(parameter) in shared:
             continue
-        tensors = [parameter, *(live for home in homes.values() for live in home)]
-        is_ordinary = type(parameter.held) in (torch.Tensor, torch.nn.Parameter) and parameter.tensor.numel() > 0
+        tensors = [parameter, *(live for state in states.values() for live in state)]
+        is_ordinary = type(parameter.registered) in (torch.Tensor, torch.nn.Parameter) and parameter.tensor.numel() > 0
         if is_ordinary and all(map(_can_be_copied, tensors)):
-            yield UnitTensors(unit_of(parameter), tensors, homes)
+            yield UnitTensors(unit_of(parameter), tensors, states)
 
 
 def _can_be_copied(live: Live) -> bool:
@@ -73,7 +73,7 @@ def _can_be_copied(live: Live) -> bool:
     return transfer_of(tensor) is not None or tensor.is_cpu
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
+def dense_on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor with its strides in host memory: itself, or a copy from its device, which must have passed
     the work that makes the tensor."""
     transfer = transfer_of(tensor)
@@ -84,21 +84,24 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class UnitReplica:
-    """The copies of one unit. ``is_current``: whether they have the bytes of the unit after its last update."""
+    """The copies of one unit. ``is_current``: whether they have the bytes of the unit after its last update.
+    ``was_copied``: whether ``renew`` was ever called."""
 
     def __init__(self, tensors: UnitTensors) -> None:
         """Allocate the copies. They are not current before ``renew``."""
         self.name, self.lives = tensors.name, tensors.lives
-        self.copies = [_allocated(live.tensor) for live in tensors.lives]
+        self.copies = [_new_copy(live.tensor) for live in tensors.lives]
         self.is_on_device = any(transfer_of(live.tensor) is not None for live in tensors.lives)
         self.is_current = self.was_copied = False
         self._layouts = tensors.layouts()
-        self._homes = {index: [id(live) for live in home] for index, home in tensors.homes.items()}
+        self._ids_of_state = {
+            index: [id(live) for live in state] for index, state in tensors.state_by_optimizer.items()
+        }
         parameter = tensors.lives[0].tensor
         # A class that is not of torch.optim may read the parameter's attributes.
         vars(self.copies[0]).update(vars(parameter))
         self.copies[0].requires_grad_(parameter.requires_grad)
-        self.unit = Unit(self.name, self.copies[0], {index: {} for index in tensors.homes})
+        self.unit = Unit(self.name, self.copies[0], {index: {} for index in tensors.state_by_optimizer})
         self._fill_states()
 
     @property
@@ -107,13 +110,15 @@ class UnitReplica:
 
     def is_of(self, tensors: UnitTensors | None) -> bool:
         """Whether these are the tensors of which this has copies, in the same memory."""
-        return tensors is not None and tensors.layouts() == self._layouts and tensors.homes.keys() == self._homes.keys()
+        if tensors is None or tensors.layouts() != self._layouts:
+            return False
+        return tensors.state_by_optimizer.keys() == self._ids_of_state.keys()
 
     def renew(self) -> None:
         """Copy the live tensors."""
         with torch.no_grad():
             for live, copy in zip(self.lives, self.copies, strict=True):
-                copy.copy_(on_host(live.tensor))
+                copy.copy_(dense_on_host(live.tensor))
         self._fill_states()
         self.is_current = self.was_copied = True
 
@@ -131,10 +136,10 @@ class UnitReplica:
 
     def _states(self) -> dict[int, dict[Any, torch.Tensor]]:
         copy_of = {id(live): (live.key, copy) for live, copy in zip(self.lives, self.copies, strict=True)}
-        return {index: dict(copy_of[key] for key in home) for index, home in self._homes.items()}
+        return {index: dict(copy_of[key] for key in keys) for index, keys in self._ids_of_state.items()}
 
 
-def _allocated(tensor: torch.Tensor) -> torch.Tensor:
+def _new_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 

@@ -74,7 +74,7 @@ def update_unit(
     if gradient is None and optimizer.is_torch:
         return  # torch's classes leave such a parameter and its state alone
     group = consumed.groups[group_index]
-    implementation = group.exceptions.get(unit.name, group.implementation)
+    implementation = group.other_implementations.get(unit.name, group.implementation)
     state = unit.states.get(consumed.optimizer)
     if state is None:
         raise ReplayError(f"the state of {unit.name!r} in {consumed.class_name} is not known")
@@ -133,7 +133,7 @@ def is_sliceable(
         and implementation in _SLICEABLE
         and all(
             t.dtype in _WIDE and is_dense_tensor(t) and t.stride() == parameter.stride()
-            for t in (parameter, gradient, *_full_size(parameter, state).values())
+            for t in (parameter, gradient, *_state_of_parameter_shape(parameter, state).values())
         )
     )
 
@@ -201,7 +201,7 @@ class _Step:
         self, parameter: torch.Tensor, state: dict[Any, Any], gradient: torch.Tensor, slice_numel: int
     ) -> None:
         """As ``make``, one slice of the memory after the other."""
-        full = {key: _flat(value) for key, value in _full_size(parameter, state).items()}
+        full = {key: _flat(value) for key, value in _state_of_parameter_shape(parameter, state).items()}
         rest = {key: value for key, value in state.items() if key not in full}
         flat, flat_gradient = _flat(parameter), _flat(gradient)
         after: dict[Any, Any] = {}
@@ -261,7 +261,7 @@ def _refuse_misfit(
                 raise ReplayError(f"the state {key!r} has shape {list(value.shape)}, which a fused step cannot use")
 
 
-def _full_size(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+def _state_of_parameter_shape(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     """Return the tensors of the state that have the parameter's shape."""
     return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
 

@@ -1,7 +1,8 @@
 """What an update consumed, as a checkpoint stores it, and back. (docs/format.md, "What an update consumed".)
 
 The bytes of the gradients are tensors of the pool. Everything else is one plain value of the small state, under the key
-``update``: options, implementations, which parameters had a gradient, and in which order its elements lay in memory.
+``update``: options, implementations, which parameters had a gradient, and in which order the elements of each
+gradient lay in memory.
 The value is untrusted when it is read: every part is checked before it is used, and a gradient is read only when the
 replay of its parameter asks for it.
 """
@@ -112,16 +113,16 @@ class CapturedUpdate(Protocol[G_co]):
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
-def gradient_names(parameter: str, *, is_sparse: bool) -> tuple[str, ...]:
+def gradient_names(parameter: str, *, has_indices: bool) -> tuple[str, ...]:
     """Return the names of the pool's entries for the gradient of a parameter: one for a dense gradient; for a sparse
-    one, or a dense one in its indexed form (``is_sparse`` too), those of its indices and its values."""
+    one, or a dense one in its indexed form (``has_indices``), those of its indices and its values."""
     name = GRADIENT_PREFIX + parameter
-    return (f"{name}/indices", f"{name}/values") if is_sparse else (name,)
+    return (f"{name}/indices", f"{name}/values") if has_indices else (name,)
 
 
 def names_of(gradient: CapturedGradient) -> tuple[str, ...]:
     """Return the names of the pool's entries for a gradient."""
-    return gradient_names(gradient.name, is_sparse=gradient.sparse_shape is not None or gradient.n_used is not None)
+    return gradient_names(gradient.name, has_indices=gradient.sparse_shape is not None or gradient.n_used is not None)
 
 
 def parameter_of(entry_name: str) -> str:
@@ -231,7 +232,7 @@ class _PackedStep:
             path = f"param_groups of {step.class_name}"
             self._packed_options = values.pack([_options_value(group) for group in step.groups], path=path)
         implementations = [
-            [group.implementation.value, {name: one.value for name, one in group.exceptions.items()}]
+            [group.implementation.value, {name: one.value for name, one in group.other_implementations.items()}]
             for group in step.groups
         ]
         gradients = [_gradient_value(step.gradients[name]) for group in names for name in group]
@@ -326,7 +327,7 @@ class StoredGradients(Mapping[str, Gradient]):
         return len(self._described)
 
     def _dense(self, name: str, strides: list[object]) -> torch.Tensor:
-        tensor = self._tensor(*gradient_names(name, is_sparse=False))
+        tensor = self._tensor(*gradient_names(name, has_indices=False))
         checked = tuple(_number(one, 0, INT_MAX) for one in strides)
         if len(checked) != tensor.dim() or not is_dense(tensor.shape, checked):
             raise _malformed(f"the strides of the gradient of {name!r} do not fit its shape")
@@ -337,7 +338,7 @@ class StoredGradients(Mapping[str, Gradient]):
     def _sparse(self, name: str, found: list[object]) -> SparseGradient:
         _, shape, is_coalesced = found
         size = tuple(_number(one, 0, INT_MAX) for one in typed(shape, list))
-        indices, held = (self._tensor(one) for one in gradient_names(name, is_sparse=True))
+        indices, held = (self._tensor(one) for one in gradient_names(name, has_indices=True))
         fits = indices.dtype == torch.int64 and indices.dim() == 2 and indices.shape[0] <= len(size)
         if not fits or tuple(held.shape) != (indices.shape[1], *size[indices.shape[0] :]):
             raise _malformed(f"the parts of the sparse gradient of {name!r} do not fit each other")
@@ -350,7 +351,7 @@ class StoredGradients(Mapping[str, Gradient]):
         )
         if shape != self._shape_of(name) or len(shape) != len(strides) or not is_dense(shape, strides):
             raise _malformed(f"shape and strides of the gradient of {name!r} do not fit its parameter")
-        indices, held = (self._tensor(one) for one in gradient_names(name, is_sparse=True))
+        indices, held = (self._tensor(one) for one in gradient_names(name, has_indices=True))
         form = IndexedGradient(indices, held, typed(n_used, int))
         problem = problem_of(form, math.prod(shape))
         if problem is not None:

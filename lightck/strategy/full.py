@@ -19,7 +19,8 @@ class FullState:
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Decide about the tensors that the tables leave undecided: a frozen tensor whose bytes the slot holds already
-        is left out, and every other one is copied at the boundary. The tables plan all other tensors."""
+        is left out, and the remaining undecided ones are copied at the boundary. The tables plan the decided
+        tensors."""
         undecided = [one for table in tables for one in table.undecided]
         unchanged = tuple(one for one in undecided if one[0].is_frozen and slot.is_stored(*one))
         left_out = {record.number for _, record in unchanged}

@@ -23,22 +23,23 @@ class Gradients:
     Source: the idea of checkpoints from gradients is that of LowDiff (Yao et al., 2025).
 
     Args:
-        base_every: each parameter is written with its optimizer state once in so many steps, at least 2. A larger
-            number writes less, and needs more space and a longer recovery. ``"auto"``: at most twice as many as an
-            update changes bytes for each byte of gradients (Adam: 6), and as half of the free space holds.
+        base_every: each parameter is written with its optimizer state once every this many steps, at least 2. A larger
+            number writes less, and needs more space and a longer recovery. ``"auto"``: twice the ratio of bytes that an
+            update changes to bytes of gradients (Adam: 2 x 3 = 6), but no more than fits into half of the free space.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
-            so that any one damaged place in the pool is survived; at least ``base_every``, and with ``interval=i`` up
-            to i - 1 more.
-        own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
-            made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
-            each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
+            so that any one damaged place in the pool is survived. The minimum is ``base_every``; with ``interval=i`` it
+            is up to ``base_every + i - 1``, and in a group of ranks ``base_every + 2 * i - 1``.
+        own_optimizers: also accept optimizers that are not from ``torch.optim``, if trial steps of them on stand-ins
+            can be repeated with the same bits. You vouch that such a ``step`` reads nothing but the gradient, the
+            options and the state of each parameter: no attribute that the loop sets, no global variable, no random
+            numbers.
         mtbf: mean time between failures, in seconds, for ``base_every="auto"``. After ten steps ``base_every`` is
             lowered to the number that minimizes the cost of copies plus that of recoveries, if this is smaller
-            (docs/gradients.md). None or infinity: it is not.
+            (docs/gradients.md). None or infinity: ``base_every`` is not lowered.
         compress: ``lightck.TopK(...)``: updates consume only the largest entries of each gradient, so records are much
             smaller. **This changes the training.**
 
-    ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
+    ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for impossible numbers, and ``UnsupportedError`` for a
     training that cannot be saved so.
     """
 
@@ -49,8 +50,8 @@ class Gradients:
     compress: TopK | None = None
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """Leave out what the slot says is not due; copy every other undecided tensor at the boundary. If the step is no
-        checkpoint, store nothing but gradients and what is due of that which optimizers update."""
+        """Leave out what the slot says is not due; copy every other undecided tensor at the boundary. Of a step that
+        is no checkpoint, store only its gradients and those parameters and optimizer states that are due."""
         omitted = frozenset[int]() if closed_step.is_checkpoint else _not_recorded(tables, slot.n_in_homes)
         left_out = slot.not_due
         undecided = [one for table in tables for one in table.undecided if one[1].number not in omitted]

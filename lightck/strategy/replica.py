@@ -1,8 +1,9 @@
 """The strategy that saves a copy of the state in host memory, which makes the updates of the training too.
 
-*The replica* is a copy of each parameter and its optimizer state (a *unit*) in host memory. Its bytes are those of the
-training, because the same class makes the same update of them, with the gradients and options that the training's
-update consumed. So of a model on a device only the gradients cross to host memory, and not the state.
+*The replica* is a copy of each parameter and its optimizer state (a *unit*) in host memory. The same class makes the
+same update of it, with the gradients and options that the training's update consumed. So its bytes are those of the
+training, if the training is in host memory too; on a device an update has other bits than on the CPU. Of a model on a
+device only the gradients cross to host memory, and not the state.
 
     update t      hooks/consumed.py         the last pre-step hook holds the gradients, and copies the options
     update made   session/replica_updates.py  unit by unit, a thread makes the same update of the copies
@@ -10,14 +11,15 @@ update consumed. So of a model on a device only the gradients cross to host memo
                                             the live tensors. All else (buffers, small state, what no optimizer updates)
                                             is read as with FullState
                   pipeline/late_copies.py   a held job for each group of copies, started when the group is complete
-    gate t        `settle`                  the thread has ended; gradients still have their checksums; they are let go
+    gate t        `settle`                  the thread has finished its work; the gradients still have their checksums,
+                                            and are released
                   `validate`                compare some copies with the live tensors, which still have state t
     commit        an ordinary pool of whole checkpoints
 
-Invariant: a checkpoint commits only if each of its copies got every update since it was last equal to its live tensor,
-with gradients that were unchanged when it had used them. The thread writes to a copy only between an update and the
-gate that follows it, and the pipeline reads a copy only after its update and before the next one. The live tensors are
-read on the thread that trains.
+Invariant: a checkpoint commits only if each of its copies has got every update since it was last found equal or
+renewed, and the gradients of these updates were unchanged after the copy had used them. The thread writes to a copy
+only between an update and the gate that follows it, and the pipeline reads a copy only after its update and before the
+next one. The live tensors are read on the thread that trains.
 
 | what happens | what follows |
 |---|---|
@@ -25,8 +27,8 @@ read on the thread that trains.
 | a gradient is written before its copy has used it | the checkpoint is given up, the unit is renewed, and such gradients are copied before the update from then on |
 | a copy of a tensor in host memory differs (a write that nothing shows, an update that has other bits if it is made again) | the checkpoint is given up, a warning names the tensor, older checkpoints since the last equal comparison are struck once a newer one is committed, and every checkpoint is taken from the live tensors from then on |
 | a copy of a tensor on a device differs | `replica_drift` says how much. A few units are renewed for each checkpoint, in turn. The checkpoint says that it is not exact |
-| the thread cannot make an update | as a copy that differs |
-| a relayout | commits at once, so the live tensors are read |
+| the thread cannot make an update | the same as for a copy that differs |
+| a relayout | its checkpoint is committed within the boundary, so it is copied from the live tensors |
 | a kill | the newest committed checkpoint, as with FullState |
 """  # noqa: E501 - a table
 
@@ -53,9 +55,10 @@ class Replica:
     docs/replica.md says what it costs, and which trainings it takes.
 
     Args:
-        own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
-            made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
-            each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
+        own_optimizers: also accept optimizers that are not from ``torch.optim``, if trial steps of them on stand-ins
+            can be repeated with the same bits. You vouch that such a ``step`` reads nothing but the gradient, the
+            options and the state of each parameter: no attribute that the loop sets, no global variable, no random
+            numbers.
 
     ``lightck.attach`` raises ``UnsupportedError`` for a training that cannot be saved so.
     """

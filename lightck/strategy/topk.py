@@ -22,8 +22,8 @@ class TopK:
             set to zero; between 0 and 1. Of entries of equal magnitude, the first ones are kept.
         error_feedback: add what was set to zero (the *residual*) to the next gradient of the parameter.
         residual: when the residual is saved. ``"base"``: with each parameter, once in ``base_every`` steps, so a resume
-            goes on with an older residual, and is not exact. ``"step"``: at each step, which writes a dense gradient
-            more.
+            goes on with an older residual, and is not exact. ``"step"``: at each step, which writes one more dense
+            gradient for each step.
 
     Source: sparsified gradients with memory, as in Stich et al. (2018) and Deep Gradient Compression (Lin et al.,
     2018).
@@ -34,7 +34,7 @@ class TopK:
     residual: str = "base"
 
     def check(self) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for arguments that cannot be."""
+        """Raise ``TypeError`` or ``ValueError`` for impossible arguments."""
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real):
             raise TypeError(
                 f"TopK: ratio={self.ratio!r} is a {type(self.ratio).__name__}. Pass a number, such as 0.01."

@@ -2,7 +2,7 @@
 
     warn      of each text once
     count     in ``Stats``, over all drains of the session
-    use       the slot of a damaged checkpoint next (``PoolWriter.give_up``)
+    use       the slot of a damaged checkpoint next (``PoolWriter.reuse_damaged``)
 
 The writer learns of damaged slots before a slot is chosen, and after each commit.
 """
@@ -68,7 +68,7 @@ class DrainReports:
         for found in [each for each in self._damaged if each[0] == uuid]:
             self._damaged.discard(found)
             self._given_up.add(found)
-            writer.give_up(found[1], found[2])
+            writer.reuse_damaged(found[1], found[2])
 
     def may_commit(self, closed_step: object) -> bool:
         return True

@@ -30,7 +30,7 @@ from lightck.pool.format.structures import (
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
     DamagedError,
-    unpack_next,
+    unpack_next_batch,
 )
 from lightck.pool.reader import StoredCheckpoint
 from lightck.tiers.codecs import Coding, coding_of, encoded
@@ -251,7 +251,7 @@ def _send_metadata(stored: StoredCheckpoint, out: _Outgoing) -> None:
         out.runs.append(Run(offset, nbytes, number, begin))
         begin += nbytes
     following = stored.reader.read(header_at + NEXT_OFFSET, NEXT_NBYTES) if sb.has_next_batch else b""
-    if unpack_next(following, record.payload_generation, sb.uuid) is not None:
+    if unpack_next_batch(following, record.payload_generation, sb.uuid) is not None:
         out.runs.append(Run(header_at + NEXT_OFFSET, NEXT_NBYTES, out.add(following), 0))
 
 

@@ -90,7 +90,7 @@ def test_a_pool_with_gradient_records_becomes_smaller(pool):
     new = pool.with_name("new.pool")
     text = call("compact", pool, new).stdout
     assert new.stat().st_size < pool.stat().st_size / 4
-    assert "updates made again" in text
+    assert "updates replayed" in text
 
 
 def test_the_new_pool_is_made_by_the_backend_that_attach_would_take(gradients, folder, monkeypatch):

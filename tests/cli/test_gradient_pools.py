@@ -105,7 +105,7 @@ def test_shown_step_has_its_own_bases(gradients):
 
 def test_full_checkpoint_is_said_to_be_full(pool):
     pool_with(pool, 1, strategy=Gradients(base_every=3))
-    assert "Step 1 is full: no update is made again to recover it." in call("inspect", pool).stdout
+    assert "Step 1 is full: no update is replayed to recover it." in call("inspect", pool).stdout
 
 
 def test_record_that_is_damaged_is_named(gradients):
@@ -362,7 +362,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_of_gradients(gradients, 
     result = call("inject", gradients, folder / "hurt.pool", "--flip", "gradient/9")
     assert result.exit_code == FAILED
     assert (
-        "or that of a gradient (gradient/0.bias, gradient/0.weight, gradient/2.bias, gradient/2.weight)"
+        "or the name of a gradient (gradient/0.bias, gradient/0.weight, gradient/2.bias, gradient/2.weight)"
         in result.stderr
     )
 
@@ -494,7 +494,7 @@ def test_records_that_no_commit_followed_are_no_checkpoints(pool: Path) -> None:
     records = facts["shown"]["gradients"]["records"]
     assert [one["step"] for one in records if one["committed"]] == [12, 9, 6, 3]
     assert len(facts["unfinished"]) == 2
-    assert "the gradient record of generation 11 came after the newest checkpoint" in call("inspect", image).stdout
+    assert "the gradient record of generation 11 is newer than the newest checkpoint" in call("inspect", image).stdout
     done = call("verify", "--deep", "--replay", image)
     assert (done.exit_code, "step 12" in done.stdout, "step 14" in done.stdout) == (OK, True, False)
     assert call("inspect", "--step", "14", image).exit_code == FAILED

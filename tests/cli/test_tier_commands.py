@@ -317,12 +317,12 @@ def test_inspect_counts_what_no_manifest_names(tier):
     assert call_json("inspect", tier)[1]["claims"][1]["unnamed_nbytes"] == 6
 
 
-def test_inspect_says_which_checkpoints_the_training_did_not_come_through(tier):
+def test_inspect_says_which_checkpoints_are_not_in_the_history_of_the_newest_claim(tier):
     file = ClaimFile("1.0", call_json("inspect", tier)[1]["run"])
     store_of(tier).put(claim_name(Claim(3, "0" * 8)), file.packed())  # it began anew
     found = call_json("inspect", tier)[1]
     assert not any(row["on_path"] for row in found["checkpoints"])
-    assert "did not come through it" in call("inspect", tier).stdout
+    assert "it is not in the history of the training of the newest claim" in call("inspect", tier).stdout
 
 
 def test_inspect_of_a_tier_without_a_usable_checkpoint(tier):

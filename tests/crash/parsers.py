@@ -34,8 +34,8 @@ from lightck.pool.format.structures import (
     NextBatch,
     Superblock,
     crc64,
-    pack_next,
-    unpack_next,
+    pack_next_batch,
+    unpack_next_batch,
     unpack_slot_header,
 )
 from lightck.pool.storage import pmdk_file
@@ -106,10 +106,10 @@ class Inputs:
     def _next(self, rng: random.Random) -> None:
         uuid, generation = self._base.sb.uuid, rng.choice((0, 1, (1 << 64) - 1))
         entries = [NextBatch(rng.randbytes(8), rng.randrange(8), rng.getrandbits(32)) for _ in range(rng.randrange(4))]
-        body = bytearray(pack_next(generation, entries, uuid)[:-8])
+        body = bytearray(pack_next_batch(generation, entries, uuid)[:-8])
         mutations.word(rng, body, 8, 24, self._base.nbytes)
         data = bytes(body) + _U64.pack(crc64(uuid + bytes(body))) + rng.randbytes(rng.choice((0, 7, 2048)))
-        found = unpack_next(data[: rng.choice((NEXT_NBYTES, len(data), rng.randrange(32)))], generation, uuid)
+        found = unpack_next_batch(data[: rng.choice((NEXT_NBYTES, len(data), rng.randrange(32)))], generation, uuid)
         assert found is None or len(found) <= NEXT_ENTRIES_MAX, "more than there is room for"
 
     def _sealed(self, rng: random.Random, data: bytes) -> bytes:
@@ -213,7 +213,7 @@ def _parts() -> list[layout.Entry]:
         )
     flat = layout.Entry("model/flat", "param", "float32", (14,), (1,), 56)
     found.append(flat._replace(logical_shape=(3, 4, 2), pieces=flat_pieces((3, 4, 2), 5, 17)))
-    return layout.place(found, 0)[0]
+    return layout.assign_offsets(found, 0)[0]
 
 
 def _shares() -> list[layout.Entry]:
@@ -226,7 +226,7 @@ def _shares() -> list[layout.Entry]:
         rows = entry.shape[dim]
         cut = Cut(entry.shape, dim, (0, rows // 2, rows), (1, 3))
         found.append(layout.entry_of_share(entry, Share(cut, 1, is_whole=number == 2)))
-    return layout.place(found, 0)[0]
+    return layout.assign_offsets(found, 0)[0]
 
 
 def _in_homes() -> list[layout.Entry]:

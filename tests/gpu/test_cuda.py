@@ -17,7 +17,7 @@ from toys import BIG, adam, batch, everything, is_step, net, same
 
 import lightck
 from lightck.state import rng
-from lightck.state.derived_rng import derived
+from lightck.state.derived_rng import derive_states
 from lightck.state.device_transfers import transfer_of
 
 SCRIPT = """
@@ -269,7 +269,7 @@ def test_a_derived_random_state_of_the_device_follows_from_its_key():
     with rng.preserved() as state:
         found = []
         for key in (b"one", b"other", b"one"):
-            derived(state, key).restore()
+            derive_states(state, key).restore()
             found.append(torch.rand((), device="cuda").item())
     assert found[0] == found[2] != found[1]
 

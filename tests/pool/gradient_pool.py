@@ -23,7 +23,7 @@ from lightck.pool.gradient_log import (
     GradientRecord,
     LoggedCheckpoint,
     RecordPlan,
-    next_position,
+    next_position_in_gradient_pool,
 )
 
 RING_LINES = 16
@@ -200,7 +200,7 @@ class Writer:
 
     def _record(self, plan: RecordPlan, gradients: dict[int, int]) -> Iterator[tuple[Place, Any]]:
         yield ("small", plan.slot), plan.generation
-        whole = set(plan.whole.tolist())
+        whole = set(plan.in_record.tolist())
         for unit in {*gradients, *whole}:
             value = self.training.states[unit] if unit in whole else gradients[unit]
             yield ("record", plan.slot, unit), (plan.generation, value)
@@ -211,7 +211,7 @@ class Writer:
                 yield ("home", unit, home, block), (plan.generation, self.training.states[unit])
 
     def _manifest(self, plan: RecordPlan, gradients: dict[int, int]) -> Manifest:
-        bases, whole = plan.checkpoint.bases, set(plan.whole.tolist())
+        bases, whole = plan.checkpoint.bases, set(plan.in_record.tolist())
         units = sorted({*gradients, *whole})
         return Manifest(
             plan.generation,
@@ -240,7 +240,7 @@ class Writer:
         self.log = self.log.with_commit(plan)
         self.promised = [*self.promised, plan.generation][-self._n_needed() :]
         slots = {one.records[-1].slot for one in self.log.protected if one.generation in self.promised}
-        self.log = self.log.with_released(slots)
+        self.log = self.log.with_protected_only(slots)
 
     def _n_needed(self) -> int:
         """How many of the newest checkpoints are needed: in a group one or two, as the other ranks have committed."""
@@ -261,7 +261,7 @@ class Writer:
         self.committing = entry.record.generation
         commit_log = Reader(self.medium.places).commit_log()
         protected = {one.generation for one in self.log.protected}
-        self.position = next_position(commit_log, 2, RING_LINES, self.position, protected)
+        self.position = next_position_in_gradient_pool(commit_log, 2, RING_LINES, self.position, protected)
         self.medium.store(("line", self.position, "rest"), record)
         self.medium.fence()
         self.medium.store(("line", self.position, "first"), generation)

@@ -31,7 +31,7 @@ from lightck.pool.format.structures import (
     manifest_hash,
     pack_slot_header,
 )
-from lightck.pool.gradient_log import GradientLog, RecordPlan, next_position
+from lightck.pool.gradient_log import GradientLog, RecordPlan, next_position_in_gradient_pool
 
 UUID = bytes(range(16))
 BLOCK, MANIFEST, PAYLOAD, RESERVE = 256, 8 * KIB, 20 * KIB, 64 * KIB
@@ -42,7 +42,7 @@ FACTORS = {"model/a": 1, "optimizer/a/exp_avg": 3, "model/b": 1}
 
 def entries() -> list[Entry]:
     plain = {"dtype": "uint8"}
-    homes, _ = layout.place(
+    homes, _ = layout.assign_offsets(
         [
             by_hand.entry("model/a", (700,), place=HOME_PLACE, **plain),
             by_hand.entry("optimizer/a/exp_avg", (700,), place=HOME_PLACE, role="optimizer", **plain),
@@ -50,7 +50,7 @@ def entries() -> list[Entry]:
         ],
         0,
     )
-    slots, _ = layout.place(
+    slots, _ = layout.assign_offsets(
         [
             by_hand.entry("model/mean", (5,), role="buffer", **plain),
             *(by_hand.entry(f"gradient/model/{unit}", (n,), role="gradient", **plain) for unit, n in UNITS.items()),
@@ -205,7 +205,9 @@ class HandPool:
             plan.generation, 1, self.step, plan.generation, named.manifest_hash, len(manifest), KIND_CHECKPOINT,
             plan.slot, place,
         )  # fmt: skip
-        position = next_position(CommitLog(self.records, ()), 2, self.sb.ring_lines, (self.step - 1) % 16)
+        position = next_position_in_gradient_pool(
+            CommitLog(self.records, ()), 2, self.sb.ring_lines, (self.step - 1) % 16
+        )
         self.records[position] = record
         self.put(self.sb.commit_record_offset(position), record.pack(UUID))
 

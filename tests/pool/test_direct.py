@@ -31,7 +31,7 @@ import lightck
 from lightck.errors import BackgroundError, NoCheckpointError
 from lightck.pool import direct_writes
 from lightck.pool.direct_writes import DIRECT
-from lightck.pool.engine import ENDED, THREADS_BESIDE_DIRECT_WRITES, THREADS_DEFAULT
+from lightck.pool.engine import ENDED, THREADS_DEFAULT, THREADS_FOR_DIRECT_WRITES
 from lightck.pool.format.structures import KIB, MIB, PAGE, CommitRecord
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, probe
@@ -445,7 +445,7 @@ def test_many_threads_copy_into_a_pool_that_is_written_directly_and_few_into_oth
     """Each sleeps while the disk writes its block, and waits for a free processor then."""
 
     assert n_copy_threads() == 0
-    assert n_copy_threads(disk / "direct.pool") == THREADS_BESIDE_DIRECT_WRITES
+    assert n_copy_threads(disk / "direct.pool") == THREADS_FOR_DIRECT_WRITES
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         assert 1 <= n_copy_threads(Path(memory, "memory.pool")) <= THREADS_DEFAULT
     without()

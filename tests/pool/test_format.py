@@ -43,10 +43,10 @@ from lightck.pool.format.structures import (
     align_up,
     crc64,
     layout_hash,
-    next_key,
-    pack_next,
+    next_batch_key,
+    pack_next_batch,
     pack_slot_header,
-    unpack_next,
+    unpack_next_batch,
     unpack_slot_header,
     uuid_words,
 )
@@ -371,37 +371,37 @@ NEXT_BATCHES = st.lists(
 
 @given(COUNT, NEXT_BATCHES, st.binary(max_size=300))
 def test_what_followed_comes_back(generation: int, entries: list[NextBatch], behind: bytes) -> None:
-    data = pack_next(generation, entries, UUID)
+    data = pack_next_batch(generation, entries, UUID)
     assert len(data) <= NEXT_NBYTES
-    assert unpack_next(data + behind, generation, UUID) == tuple(entries)
-    assert unpack_next(data + behind, generation + 1, UUID) is None
-    assert unpack_next(data + behind, generation, bytes(16)) is None
+    assert unpack_next_batch(data + behind, generation, UUID) == tuple(entries)
+    assert unpack_next_batch(data + behind, generation + 1, UUID) is None
+    assert unpack_next_batch(data + behind, generation, bytes(16)) is None
 
 
 @given(COUNT, NEXT_BATCHES, st.data())
 def test_what_followed_cut_off_or_with_a_flipped_bit_is_absent(
     generation: int, entries: list[NextBatch], draw: st.DataObject
 ) -> None:
-    data = pack_next(generation, entries, UUID)
-    assert unpack_next(data[: draw.draw(st.integers(0, len(data) - 1))], generation, UUID) is None
+    data = pack_next_batch(generation, entries, UUID)
+    assert unpack_next_batch(data[: draw.draw(st.integers(0, len(data) - 1))], generation, UUID) is None
     bit = draw.draw(st.integers(0, 8 * len(data) - 1))
     flipped = bytearray(data)
     flipped[bit // 8] ^= 1 << bit % 8
-    assert unpack_next(bytes(flipped).ljust(NEXT_NBYTES, b"\0"), generation, UUID) is None
+    assert unpack_next_batch(bytes(flipped).ljust(NEXT_NBYTES, b"\0"), generation, UUID) is None
 
 
 @given(st.binary(max_size=NEXT_NBYTES), COUNT)
 def test_a_hostile_record_is_absent(noise: bytes, generation: int) -> None:
-    assert unpack_next(noise, generation, UUID) is None
-    assert unpack_next(pack_next(generation, [], UUID)[:8] + noise, generation, UUID) is None
+    assert unpack_next_batch(noise, generation, UUID) is None
+    assert unpack_next_batch(pack_next_batch(generation, [], UUID)[:8] + noise, generation, UUID) is None
 
 
 def test_more_that_followed_than_there_is_room_for() -> None:
-    entries = [NextBatch(next_key(str(i)), 1, i) for i in range(NEXT_ENTRIES_MAX + 5)]
-    data = pack_next(7, entries, UUID)
+    entries = [NextBatch(next_batch_key(str(i)), 1, i) for i in range(NEXT_ENTRIES_MAX + 5)]
+    data = pack_next_batch(7, entries, UUID)
     assert len(data) <= NEXT_NBYTES
-    assert unpack_next(data, 7, UUID) == tuple(entries[:NEXT_ENTRIES_MAX])
-    assert next_key("") != next_key("a") != next_key("b")
+    assert unpack_next_batch(data, 7, UUID) == tuple(entries[:NEXT_ENTRIES_MAX])
+    assert next_batch_key("") != next_batch_key("a") != next_batch_key("b")
 
 
 @given(COUNT, st.integers(0, 7))
@@ -502,7 +502,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
 
 @given(entries())
 def test_a_layout_comes_back_and_does_not_overlap(plain: list[Entry]) -> None:
-    placed, end = layout.place(plain, 20 * KIB)
+    placed, end = layout.assign_offsets(plain, 20 * KIB)
     assert layout.decode(layout.encode(placed), low=20 * KIB, high=end) == tuple(placed)
     ends = [e.offset + e.nbytes for e in placed if e.nbytes]
     if ends:
@@ -531,7 +531,7 @@ def named_entries(draw: st.DrawFn) -> list[Entry]:
 
 @given(named_entries())
 def test_a_table_is_read_as_it_was_written(plain: list[Entry]) -> None:
-    placed, end = layout.place(plain, 20 * KIB)
+    placed, end = layout.assign_offsets(plain, 20 * KIB)
     assert layout.decode_extras(layout.encode_extras(placed), low=20 * KIB, high=end) == tuple(placed)
 
 
@@ -542,7 +542,7 @@ def test_large_numbers_and_long_names_are_read() -> None:
         )
         for i in range(585)
     ]
-    placed, end = layout.place(many, 0)
+    placed, end = layout.assign_offsets(many, 0)
     assert end > 2**36
     assert layout.decode(layout.encode(placed), low=0, high=end) == tuple(placed)
 
@@ -550,7 +550,7 @@ def test_large_numbers_and_long_names_are_read() -> None:
 @settings(max_examples=500)
 @given(st.data())
 def test_a_table_with_changed_bytes_is_read_or_damaged(data: st.DataObject) -> None:
-    placed, end = layout.place(data.draw(named_entries()), 256)
+    placed, end = layout.assign_offsets(data.draw(named_entries()), 256)
     table = bytearray(layout.encode(placed))
     for _ in range(data.draw(st.integers(1, 3))):
         table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
@@ -669,7 +669,7 @@ def test_a_hostile_table_is_damaged_or_empty(data: bytes) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_a_table_with_any_changed_byte_is_damaged_or_in_bounds(data: st.DataObject) -> None:
-    placed, end = layout.place(data.draw(entries()), 256)
+    placed, end = layout.assign_offsets(data.draw(entries()), 256)
     table = bytearray(layout.encode(placed))
     table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     try:

@@ -172,7 +172,7 @@ def gradient(name: str, shape: tuple[int, ...], **fields: Any) -> Entry:
 
 def placed() -> list[Entry]:
     """A weight with optimizer state in homes, a buffer, and the gradient."""
-    homes, _ = layout.place(
+    homes, _ = layout.assign_offsets(
         [
             in_home("model/w", (300, 7)),
             in_home("optimizer/w/exp_avg", (300, 7), role="optimizer"),
@@ -180,7 +180,7 @@ def placed() -> list[Entry]:
         ],
         0,
     )
-    slots, _ = layout.place(
+    slots, _ = layout.assign_offsets(
         [by_hand.entry("model/b", (40,), role="buffer"), gradient("w", (300, 7)), gradient("none", (0, 3))], 20 * KIB
     )
     return [*homes, *slots]
@@ -407,21 +407,21 @@ def base(number: int = 0, **fields: int) -> tuple[GradientPart, np.ndarray]:
 
 
 BASES = [
-    (base(offset=4096), "out of place"),
-    (base(crc=9), "out of place"),
-    (base(crc=2**32 - 1), "out of place"),
+    (base(offset=4096), "wrong offset"),
+    (base(crc=9), "wrong offset"),
+    (base(crc=2**32 - 1), "wrong offset"),
     (base(step=10), "newer than the checkpoint"),
     (base(step=2**64 - 1), "newer than the checkpoint"),
     (base(generation=21), "newer than the checkpoint"),
     (base(home=3), "in no home"),
     (base(number=1, step=5), "does not reach back"),
-    (base(home=IN_RECORD, generation=17, step=6), "older base of its list"),
+    (base(home=IN_RECORD, generation=17, step=6), "names an older base"),
     (base(number=1, home=IN_RECORD, generation=17, step=6), "lies whole"),
     (base(number=1, home=IN_RECORD, generation=16, step=7), "lies whole"),
     (base(number=1, home=IN_RECORD, generation=20, step=2**64 - 1), "lies whole"),
     (base(home=1), "same home"),
-    (old(offset=4096), "out of place"),
-    (old(crc=1), "out of place"),
+    (old(offset=4096), "wrong offset"),
+    (old(crc=1), "wrong offset"),
     (old(step=10), "newer than the checkpoint"),
     (old(generation=16), "newer than the base"),
     (old(home=0), "same home"),

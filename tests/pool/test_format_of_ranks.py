@@ -126,7 +126,7 @@ def test_a_group_comes_back(group: GroupIdentity) -> None:
 
 @given(groups(), parts())
 def test_a_table_with_pieces_comes_back(group: GroupIdentity, plain: list[Entry]) -> None:
-    placed, end = layout.place(plain, 20 * KIB)
+    placed, end = layout.assign_offsets(plain, 20 * KIB)
     table = layout.encode(placed, group)
     assert layout.decode_of_rank(table, low=20 * KIB, high=end) == (group, tuple(placed))
     decoded = reference.MessagePack.decode(table)
@@ -138,7 +138,7 @@ def test_a_table_with_pieces_comes_back(group: GroupIdentity, plain: list[Entry]
 
 @given(parts())
 def test_extras_with_pieces_come_back(plain: list[Entry]) -> None:
-    placed, end = layout.place(plain, 20 * KIB)
+    placed, end = layout.assign_offsets(plain, 20 * KIB)
     packed = layout.encode_extras(placed, has_group=True)
     assert layout.decode_extras(packed, low=20 * KIB, high=end, has_group=True) == tuple(placed)
     if placed:
@@ -210,7 +210,7 @@ def test_a_piece_that_no_reader_would_take_is_not_written(changes: dict[str, Any
 
 
 def test_more_pieces_than_a_table_can_have_are_not_written_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    placed, end = layout.place([part(f"model/{i}", (16,), StridedShard(0, 4)) for i in range(3)], 256)
+    placed, end = layout.assign_offsets([part(f"model/{i}", (16,), StridedShard(0, 4)) for i in range(3)], 256)
     table = layout.encode(placed, GROUP)
     for limit, number in (("LIST_PIECES_MAX", 3 * 4), ("LIST_PAIRS_MAX", 3 * 4**2)):
         with monkeypatch.context() as during:
@@ -313,7 +313,7 @@ def test_a_broken_table_of_a_rank_is_damaged(table: bytes) -> None:
 def test_a_table_of_a_rank_with_changed_bytes_is_read_or_damaged(
     group: GroupIdentity, plain: list[Entry], data: st.DataObject
 ) -> None:
-    placed, end = layout.place(plain, 256)
+    placed, end = layout.assign_offsets(plain, 256)
     table = bytearray(layout.encode(placed, group))
     for _ in range(data.draw(st.integers(1, 3))):
         table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))

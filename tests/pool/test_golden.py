@@ -19,7 +19,7 @@ from module_at import module_at
 
 import lightck
 from lightck.errors import CheckpointExistsError, FormatError
-from lightck.pool.format.structures import crc64, next_key
+from lightck.pool.format.structures import crc64, next_batch_key
 from lightck.pool.reader import StoredCheckpoint, open_pool
 
 HERE = Path(__file__).parent / "golden"
@@ -93,7 +93,7 @@ def test_what_followed_is_recorded(v1: Path) -> None:
         recorded = {
             v.step: reader.next_batches(v.record) for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)
         }
-    key = next_key("")
+    key = next_batch_key("")
     assert {step: None if e is None else [(n.key, n.kind) for n in e] for step, e in recorded.items()} == {
         6: None,
         5: [(key, 3)],

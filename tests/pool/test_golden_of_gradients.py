@@ -17,7 +17,7 @@ from module_at import module_at
 
 import lightck
 from lightck.errors import FormatError
-from lightck.pool.gradient_reader import checkpoint_of, committed, needed_problems, spare_problems
+from lightck.pool.gradient_reader import checkpoint_of, committed, needed_problems, older_base_problems
 from lightck.pool.reader import open_pool
 
 HERE = Path(__file__).parent / "golden"
@@ -52,7 +52,7 @@ def test_it_restores_into_live_objects(kept: Path, expected: dict[str, Any]) -> 
 def test_every_block_verifies(kept: Path) -> None:
     with closing(open_pool(str(kept), gradients=True)) as reader:
         newest = checkpoint_of(reader, committed(reader)[0])
-        assert needed_problems(reader, newest) == spare_problems(reader, newest) == []
+        assert needed_problems(reader, newest) == older_base_problems(reader, newest) == []
 
 
 def test_it_is_as_drawn(kept: Path, expected: dict[str, Any]) -> None:

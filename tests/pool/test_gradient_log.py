@@ -18,7 +18,7 @@ from lightck.pool.gradient_log import (
     GradientLog,
     GradientRecord,
     RecordPlan,
-    next_position,
+    next_position_in_gradient_pool,
     problem_of,
     records_default,
     records_min,
@@ -150,7 +150,7 @@ class RecordFreedOneEarly(GradientLog):
             record.slot
             for one in self.protected
             for record in one.needed_records
-            if record.step > one.low + 1 or record.step == one.step
+            if record.step > one.oldest_base_step + 1 or record.step == one.step
         )
 
 
@@ -238,7 +238,7 @@ class ChainWithoutOldest(Writer):
     """The chain leaves out the oldest record that is needed."""
 
     def chain(self, plan: RecordPlan) -> tuple[GradientRecord, ...]:
-        return tuple(one for one in plan.chain if one.step > plan.checkpoint.low + 1)
+        return tuple(one for one in plan.chain if one.step > plan.checkpoint.oldest_base_step + 1)
 
 
 def with_log(log: type[GradientLog]) -> type[Writer]:
@@ -303,7 +303,7 @@ def trained(log: GradientLog, n_steps: int, updated: Any = None) -> tuple[Gradie
         plan = log.next_record(log.step + 2, all_of(log) if updated is None else updated)
         assert plan is not None
         log = log.with_record(plan).with_commit(plan)
-        log = log.with_released({one.records[-1].slot for one in log.protected[-2:]})
+        log = log.with_protected_only({one.records[-1].slot for one in log.protected[-2:]})
         plans.append(plan)
     return log, plans
 
@@ -318,7 +318,7 @@ def test_first_checkpoints_are_full_and_then_each_unit_has_its_turn() -> None:
     assert [plan.checkpoint.is_full for plan in plans[:3]] == [True, True, False]
     for plan in plans[5:]:
         assert plan.units.tolist() == [plan.step % 3, plan.step % 3 + 3]
-        assert plan.checkpoint.low == plan.step - 2
+        assert plan.checkpoint.oldest_base_step == plan.step - 2
         assert [one.step for one in plan.checkpoint.needed_records] == [plan.step - 1, plan.step]
         assert len(plan.chain) == 4, "the chain names all records that are left, for older bases"
     assert log.survives_damage()
@@ -344,13 +344,13 @@ def test_a_frozen_unit_is_written_to_both_homes_and_never_again() -> None:
     written = [unit for plan in plans[2:] for unit in plan.units.tolist()]
     assert set(written) == {0, 2}
     assert log.survives_damage()
-    assert all(plan.checkpoint.low >= plan.step - 2 for plan in plans[2:])
+    assert all(plan.checkpoint.oldest_base_step >= plan.step - 2 for plan in plans[2:])
 
 
 def test_a_unit_that_wakes_needs_no_record_of_its_sleep() -> None:
     log, _ = trained(new_log(3), 20, np.array([True, False, True, True, True, True]))
     log, plans = trained(log, 1)
-    assert plans[0].checkpoint.low == plans[0].step - 2
+    assert plans[0].checkpoint.oldest_base_step == plans[0].step - 2
 
 
 def test_a_sleeping_unit_is_written_once_more_before_the_log_forgets_how_it_came_about() -> None:
@@ -401,7 +401,7 @@ def test_a_unit_written_outside_of_step_lies_whole_in_the_record_and_its_bases_s
     outside[[1, 4]] = True
     plan = log.next_record(100, all_of(log), outside)
     assert plan is not None
-    assert plan.whole.tolist() == [1, 4]
+    assert plan.in_record.tolist() == [1, 4]
     assert log.with_record(plan).with_commit(plan).survives_damage()
 
 
@@ -411,7 +411,7 @@ def test_in_a_group_units_without_a_free_home_lie_whole_in_the_record_after_a_ho
     plan = log.next_record(100, all_of(log))
     assert plan is not None
     between = {unit for unit in range(6) if log.needs_home(0)[unit] and log.needs_home(1)[unit]}
-    assert set(plan.whole.tolist()) == between
+    assert set(plan.in_record.tolist()) == between
     assert between
     assert set(plan.units.tolist()) == set(range(6)) - between
     assert plan.checkpoint.is_full
@@ -526,7 +526,7 @@ def test_failed_restarts_do_not_overwrite_the_commit_record_before_the_newest() 
     records = {0: line(1, 1), 1: line(2, 2), 2: line(3, 3)}
     after = 2
     for attempt in range(40):
-        after = next_position(CommitLog(records, ()), 2, 8, after)
+        after = next_position_in_gradient_pool(CommitLog(records, ()), 2, 8, after)
         records[after] = line(10 + attempt, 3, 2 + attempt, KIND_ADOPTION)
         assert {one.payload_generation for one in records.values()} >= {2, 3}
     assert all(one.payload_generation != 1 for one in records.values())
@@ -536,6 +536,6 @@ def test_more_slots_than_commit_records() -> None:
     records: dict[int, CommitRecord] = {}
     after = -1
     for generation in range(1, 40):
-        after = next_position(CommitLog(records, ()), 2, 4, after)
+        after = next_position_in_gradient_pool(CommitLog(records, ()), 2, 4, after)
         records[after] = line(generation, generation)
     assert sorted(one.generation for one in records.values()) == [36, 37, 38, 39]

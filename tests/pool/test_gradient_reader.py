@@ -75,8 +75,8 @@ def replayed(reader: PoolReader, one: GradientCheckpoint, base: StoredTensor) ->
 def test_a_unit_without_a_home_is_whole_in_each_checkpoint(hand: HandPool, reader: PoolReader) -> None:
     for named in committed(reader)[:3]:
         one = checkpoint_of(reader, named)
-        assert [tensor.entry.name for tensor in one.whole_units()] == ["model/whole", "optimizer/whole/exp_avg"]
-        for tensor in one.whole_units():
+        assert [tensor.entry.name for tensor in one.units_without_home()] == ["model/whole", "optimizer/whole/exp_avg"]
+        for tensor in one.units_without_home():
             assert np.array_equal(content(one, tensor), whole_at(one.step, tensor.number))
 
 

@@ -134,7 +134,7 @@ class Training:
             pending.job.drop()
             pending.job.forget()
             if how != "is cut off":
-                writer.release_slot(pending, bad=False)
+                writer.free_slot(pending, bad=False)
             return
         pending.job.release()
         pending.job.wait(ENDED)

@@ -224,8 +224,8 @@ def test_a_tensor_has_few_pieces():
         (Shard(0, (1, 2)), (1,), 0, 3, "2 sizes for 3 ranks"),
         (Shard(0, (1, 2)), (1,), 1, 2, "gives rank 1 the length 2, and the tensor has 1 there"),
         (Fused(0, (4, 3)), (3,), 0, 2, "3 cannot be divided among 2 ranks evenly"),
-        (Fused(0, (4, 4)), (5,), 0, 2, "its sizes are 8 together, and 2 ranks with 5 each have 10"),
-        (Fused(0, (8, 8)), (8, 16), 0, 4, "its sizes are 16 together, and 4 ranks with 8 each have 32"),
+        (Fused(0, (4, 4)), (5,), 0, 2, "the rule's sizes are 8 together, and 2 ranks with 5 each have 10"),
+        (Fused(0, (8, 8)), (8, 16), 0, 4, "the rule's sizes are 16 together, and 4 ranks with 8 each have 32"),
         (Flat((9,), 2, 6), (3,), 0, 2, "one dimension, with at least 4 elements"),
         (Flat((9,), 2, 6), (4, 1), 0, 2, "one dimension, with at least 4 elements"),
         (Padded(0, 9), (4,), 0, 2, "2 ranks with 4 each have 8, and not 9"),
@@ -238,7 +238,7 @@ def test_a_shape_that_does_not_fit_is_refused_by_name(rule, shape, rank, size, w
 
 @pytest.mark.parametrize("make", [lambda: Shard(-1), lambda: Shard(True), lambda: Fused(0, ()), lambda: Padded(0, -1)])
 def test_rules_that_say_nothing_are_refused(make):
-    with pytest.raises(ValueError, match=r"Pass (the number|one or more ints)"):
+    with pytest.raises(ValueError, match=r"Pass (the number|ints of at least 0)"):
         make()
 
 

@@ -17,7 +17,7 @@ from lightck.pool.format.shares import (
     Divisible,
     Share,
     dim_to_divide,
-    divided,
+    divide,
     parse_share,
     share_to_map,
 )
@@ -60,7 +60,7 @@ tensors = st.lists(
 @given(tensors, st.integers(1, 5))
 def test_the_shares_of_all_ranks_cover_each_tensor_once(given_tensors, n_ranks):
     for one in given_tensors:
-        cut = divided(given_tensors, tuple(range(n_ranks)))[one.name]
+        cut = divide(given_tensors, tuple(range(n_ranks)))[one.name]
         entries = [entry_of_share(whole(one.shape, (one.shape[1], 1)), Share(cut, place)) for place in range(n_ranks)]
         found = coverage(one.shape, [entry.pieces for entry in entries])
         assert found.is_complete
@@ -70,11 +70,11 @@ def test_the_shares_of_all_ranks_cover_each_tensor_once(given_tensors, n_ranks):
 
 @given(tensors, st.integers(1, 5))
 def test_each_rank_writes_the_same_number_of_bytes_but_for_a_row(given_tensors, n_ranks):
-    cuts = divided(given_tensors, tuple(range(n_ranks)))
-    total = sum(one.shape[0] * one.weight for one in given_tensors)
-    row = max((one.weight for one in given_tensors), default=0)
+    cuts = divide(given_tensors, tuple(range(n_ranks)))
+    total = sum(one.shape[0] * one.row_nbytes for one in given_tensors)
+    row = max((one.row_nbytes for one in given_tensors), default=0)
     for place in range(n_ranks):
-        own = sum(Share(cuts[one.name], place).rows[1] * one.weight for one in given_tensors)
+        own = sum(Share(cuts[one.name], place).rows[1] * one.row_nbytes for one in given_tensors)
         assert abs(own - total / n_ranks) <= row
 
 

@@ -262,7 +262,7 @@ def test_what_a_rank_holds_whole_stays_with_gradients(pools: Path) -> None:
     training = replace(FSDP, shard=tensor_parallel, optimizers=muon_for_matrices, n_same_data=2)
     training.killed(pools, 9)
     with newest(pools / "rank-00000-of-00002.pool") as checkpoint:
-        held = {one.entry.name for one in checkpoint.whole_units() if one.entry.role == "param"}
+        held = {one.entry.name for one in checkpoint.units_without_home() if one.entry.role == "param"}
         assert held == {"model/first.weight", "model/middle.weight"}
         assert "gradient/last.weight" in checkpoint.in_record
         assert checkpoint.oldest_base_step < checkpoint.step
@@ -292,7 +292,7 @@ def test_plain_tensors_stay_with_gradients_also_if_a_layout_calls_them_parts(poo
     PARTS.killed(pools, 13)
     with newest(pools / "rank-00001-of-00002.pool") as checkpoint:
         assert "gradient/middle.weight" in checkpoint.in_record
-        assert checkpoint.whole_units() == []
+        assert checkpoint.units_without_home() == []
         assert next(one.step for one in checkpoint.bases() if "middle" in one.entry.name) < checkpoint.step
     runs = PARTS.run(pools)
     assert runs[0].began >= 11
@@ -333,7 +333,7 @@ def test_a_parameter_that_goes_over_to_muon_is_whole_from_then_on(pools: Path) -
     optimizers: list[torch.optim.Optimizer] = []
     runs = replace(FSDP, optimizers=moving).run(pools, 11, on_step=moved)
     with newest(pools / "rank-00000-of-00002.pool") as checkpoint:
-        assert "model/first.weight" in {one.entry.name for one in checkpoint.whole_units()}
+        assert "model/first.weight" in {one.entry.name for one in checkpoint.units_without_home()}
         assert checkpoint.oldest_base_step < checkpoint.step == 11
     recovered = lightck.recover(pools)
     at = [name for name, _ in Net().named_parameters()].index("first.weight")
@@ -383,7 +383,7 @@ def test_if_such_a_unit_is_damaged_the_checkpoint_before_is_recovered(saved: tup
     shutil.copytree(saved[0], pools)
     path = pools / "rank-00001-of-00002.pool"
     with newest(path) as checkpoint:
-        offset = next(one.offset for one in checkpoint.whole_units() if one.entry.role == "param")
+        offset = next(one.offset for one in checkpoint.units_without_home() if one.entry.role == "param")
     with open(path, "r+b") as file:
         file.seek(offset)
         byte = file.read(1)

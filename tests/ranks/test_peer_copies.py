@@ -228,7 +228,7 @@ def test_copy_of_a_damaged_block_is_not_used(tmp_path: Path, ends: Any) -> None:
         stored = copy_file.checkpoint_in(reader, max(ids_in(copy)))
         assert stored is not None
         entry = stored.entries["model/first.weight"]
-        at = stored._base + entry.offset
+        at = stored._slot_offset + entry.offset
     damage(Path(copy), at)
     found = errors("fsdp 2", pools, (0, 1)) if len(ids_in(copy)) == 1 else train("fsdp 2", pools, (0, 1), 5)
     if isinstance(found[0], BaseException):
@@ -464,7 +464,7 @@ def test_copy_that_does_not_verify_is_not_committed(tmp_path: Path) -> None:
         name, runs, record = copy_file.id_of(stored), copy_file.runs_of(stored), stored.record
         path = tmp_path / "copy.pool"
         with closing(CopyFile.create(str(path), reader.superblock.pack(), reader.table)) as file:
-            at = stored._base + stored.entries["model/first.weight"].offset
+            at = stored._slot_offset + stored.entries["model/first.weight"].offset
             for spoils in (True, False):
                 file.begin(record.slot, runs)
                 for low, high in runs:

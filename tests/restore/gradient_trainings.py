@@ -37,7 +37,7 @@ from lightck.pool.format.structures import (
     pack_slot_header,
     uuid_words,
 )
-from lightck.pool.gradient_log import GradientLog, RecordPlan, next_position, records_default
+from lightck.pool.gradient_log import GradientLog, RecordPlan, next_position_in_gradient_pool, records_default
 from lightck.restore.gradient_state import page_checksum
 from lightck.state import values
 from lightck.state.fingerprint import fingerprint
@@ -127,7 +127,7 @@ def _small_state(views: Iterable[OptimizerView]) -> dict[str, Any]:
             "names": view.names,
             "groups": values.pack(view.groups(), path=""),
             "values": values.pack(view.state_values(), path=""),
-            "rest": values.pack(view.rest(), path=""),
+            "rest": values.pack(view.other_state(), path=""),
         }
         for view in views
     ]
@@ -155,8 +155,8 @@ class TrainedPool:
             for name, tensor in step.gradients.items():
                 if not name.endswith(("/indices", "/values")):
                     first.setdefault(name, gradient_entry(name, tensor))
-        homes, home_end = layout.place([one for one in first.values() if one.place == HOME_PLACE], 0)
-        slots, end = layout.place([one for one in first.values() if one.place != HOME_PLACE], PAYLOAD)
+        homes, home_end = layout.assign_offsets([one for one in first.values() if one.place == HOME_PLACE], 0)
+        slots, end = layout.assign_offsets([one for one in first.values() if one.place != HOME_PLACE], PAYLOAD)
         self.entries = [*homes, *slots]
         self.homes = len(homes)
         self.numbers = {entry.name: number for number, entry in enumerate(self.entries)}
@@ -239,14 +239,14 @@ class TrainedPool:
         return [n for n in of_unit if self.entries[n].name in step.tensors]
 
     def _manifest(self, plan: RecordPlan, step: Step) -> bytes:
-        bases, whole = plan.checkpoint.bases, [self.units[unit] for unit in plan.whole.tolist()]
+        bases, whole = plan.checkpoint.bases, [self.units[unit] for unit in plan.in_record.tolist()]
         held = {n: t for n, t in step.tensors.items() if step.entries[n].place != HOME_PLACE}
         held |= {n: t for n, t in step.gradients.items() if not _is_gradient_of(n, whole)}
         extras = [gradient_entry(name, tensor) for name, tensor in held.items() if name not in self.numbers]
-        in_whole = [n for unit in plan.whole.tolist() for n in self._tensors_of(unit, step)]
+        in_whole = [n for unit in plan.in_record.tolist() for n in self._tensors_of(unit, step)]
         extras += [self.entries[n]._replace(place=layout.SLOT_PLACE) for n in in_whole]
         held |= {self.entries[n].name: step.tensors[self.entries[n].name] for n in in_whole}
-        extras, _ = layout.place(extras, self.sb.reserve_offset)
+        extras, _ = layout.assign_offsets(extras, self.sb.reserve_offset)
         entries = [*self.entries, *extras]
         records, older = np.zeros(len(entries), HOME_ROW_DTYPE), np.zeros(self.homes, HOME_ROW_DTYPE)
         crcs: list[int] = []
@@ -327,7 +327,9 @@ class TrainedPool:
             plan.generation, 1, step.number, plan.generation, named.manifest_hash, named.manifest_nbytes,
             KIND_CHECKPOINT, plan.slot, named.manifest_index,
         )  # fmt: skip
-        position = next_position(CommitLog(self.records, ()), 2, self.sb.ring_lines, (step.number - 1) % 16)
+        position = next_position_in_gradient_pool(
+            CommitLog(self.records, ()), 2, self.sb.ring_lines, (step.number - 1) % 16
+        )
         self.records[position] = record
         self.put(self.sb.commit_record_offset(position), record.pack(UUID))
 

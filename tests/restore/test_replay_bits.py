@@ -137,7 +137,7 @@ def test_options_after_the_scheduler_are_other_options(name):
 def with_implementation(run: Run, how: Implementation) -> list[ConsumedUpdate]:
     def changed(update: ConsumedUpdate) -> ConsumedUpdate:
         step = update.optimizer_steps[0]
-        groups = tuple(replace(group, implementation=how, exceptions={}) for group in step.groups)
+        groups = tuple(replace(group, implementation=how, other_implementations={}) for group in step.groups)
         return replace(update, optimizer_steps=(replace(step, groups=groups),))
 
     return [changed(update) for update in run.updates]
@@ -192,7 +192,7 @@ def test_the_strides_of_a_gradient_decide_bits_below_float32():
 def test_a_first_momentum_beside_it_changes_the_bits_of_a_tensor(dtype):
     """SGD's foreach code updates each momentum for itself in a step in which one is new."""
     run = run_of("SGD", {"momentum": 0.9, "foreach": True}, dtype)
-    assert any(group.exceptions for u in run.updates for group in u.optimizer_steps[0].groups)
+    assert any(group.other_implementations for u in run.updates for group in u.optimizer_steps[0].groups)
     assert replayed(run) == []
     assert replayed(run, with_implementation(run, Implementation.FOREACH)) != []
 

@@ -575,7 +575,7 @@ def test_without_memory_for_the_copies_the_training_is_saved_nevertheless(pool, 
     def raises(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nframes")
 
-    monkeypatch.setattr(unit_replicas, "_allocated", raises)
+    monkeypatch.setattr(unit_replicas, "_new_copy", raises)
     model = net(BIG)
     optimizer = adam(model)
     with attached(model, pool, optimizer) as session:

@@ -476,7 +476,7 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
         assert held_steps(pool) == [9, 8], "6 and 7 are struck, and 5 was overwritten"
     assert is_step(lightck.recover(image), seen)
     for step in (6, 7):
-        with pytest.raises(CorruptPoolError, match="old bytes"):
+        with pytest.raises(CorruptPoolError, match="wrong bytes"):
             lightck.recover(image, step=step)
     with open_reader(str(image)) as reader:
         found = {each.step: each.state for each in find_checkpoints(reader)}
@@ -485,7 +485,7 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
     with again[2]:
         assert held_steps(image) == [8], "who continues from the right one strikes the others"
     damage(damaged, "model/head.weight", [8])
-    with pytest.raises(CorruptPoolError, match="old bytes"):
+    with pytest.raises(CorruptPoolError, match="wrong bytes"):
         lightck.recover(damaged)
 
 
@@ -503,7 +503,7 @@ def test_a_stale_checkpoint_that_was_sent_to_a_tier_is_not_fetched(pool, tmp_pat
         seen = everything(model, optimizer)
         assert drain.send().step == 8
         monkeypatch.undo()
-    with pytest.raises(CorruptPoolError, match="old bytes"):
+    with pytest.raises(CorruptPoolError, match="wrong bytes"):
         copy_from_tier(tier, tmp_path / "seven.pool", step=7, progress=progress)
     copy_from_tier(tier, tmp_path / "eight.pool", progress=progress)
     assert is_step(lightck.recover(tmp_path / "eight.pool"), seen)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightck.state import rng, values
-from lightck.state.derived_rng import derived
+from lightck.state.derived_rng import derive_states
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +23,16 @@ def draws() -> tuple[float, float, float, float]:
 
 
 def test_the_same_key_gives_the_same_numbers_whatever_was_drawn_before():
-    derived(rng.capture(), b"key").restore()
+    derive_states(rng.capture(), b"key").restore()
     first = draws()
-    derived(rng.capture(), b"key").restore()
+    derive_states(rng.capture(), b"key").restore()
     assert draws() == first
 
 
 def test_each_key_gives_other_numbers_in_every_generator():
     found = []
     for key in (b"", b"a", b"b", b"key"):
-        derived(rng.capture(), key).restore()
+        derive_states(rng.capture(), key).restore()
         found.append(draws())
     for of_generator in zip(*found, strict=True):
         assert len(set(of_generator)) == len(found)
@@ -40,7 +40,7 @@ def test_each_key_gives_other_numbers_in_every_generator():
 
 def test_nothing_is_drawn_to_derive():
     before = rng.capture().packed()
-    derived(rng.capture(), b"key")
+    derive_states(rng.capture(), b"key")
     assert rng.capture().packed() == before
 
 
@@ -49,9 +49,9 @@ def test_the_bit_generator_of_numpy_stays(name):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(getattr(np.random, name)(3))
-        derived(rng.capture(), b"key").restore()
+        derive_states(rng.capture(), b"key").restore()
         first = draws()
-        derived(rng.capture(), b"key").restore()
+        derive_states(rng.capture(), b"key").restore()
         assert draws() == first
         assert np.random.get_state(legacy=False)["bit_generator"] == name
     finally:
@@ -59,7 +59,7 @@ def test_the_bit_generator_of_numpy_stays(name):
 
 
 def test_a_derived_state_is_stored_like_any_other():
-    state = derived(rng.capture(), b"key")
+    state = derive_states(rng.capture(), b"key")
     value = values.unpack(values.pack(state.to_value(), path="rng"))
     rng.RngState.from_value(value).restore()
     first = draws()

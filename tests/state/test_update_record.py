@@ -94,8 +94,8 @@ def assert_same(one: ConsumedUpdate, other: ConsumedUpdate) -> None:
     assert (one.step, one.threads, len(one.optimizer_steps)) == (other.step, other.threads, len(other.optimizer_steps))
     for a, b in zip(one.optimizer_steps, other.optimizer_steps, strict=True):
         assert (a.optimizer, a.class_name) == (b.optimizer, b.class_name)
-        assert [(g.parameters, g.implementation, dict(g.exceptions)) for g in a.groups] == [
-            (g.parameters, g.implementation, dict(g.exceptions)) for g in b.groups
+        assert [(g.parameters, g.implementation, dict(g.other_implementations)) for g in a.groups] == [
+            (g.parameters, g.implementation, dict(g.other_implementations)) for g in b.groups
         ]
         assert same([dict(g.options) for g in a.groups], [dict(g.options) for g in b.groups])
         assert list(a.gradients) == list(b.gradients)

@@ -11,7 +11,7 @@ import torch
 
 from lightck.pipeline.staging.parts import Order, Part
 from lightck.pool.engine import Job
-from lightck.state.device_transfers import Arrival, DeviceTransfer
+from lightck.state.device_transfers import DeviceTransfer, StreamPoint
 
 log = logging.getLogger("lightck")
 
@@ -27,7 +27,7 @@ class Segment:
 
     memory: torch.Tensor
     reader: Job | None = None
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[StreamPoint] = field(default_factory=list)
     packed: dict[DeviceTransfer, torch.Tensor] = field(default_factory=dict)
     """For each device, memory on the device in which tensors are packed before they are sent to ``memory``."""
 
@@ -131,7 +131,7 @@ class Group:
             self.segment.arrivals.append(transfer.send_in_order([(host[begin:end], memory[begin:end])]))
         return True
 
-    def send_and_start(self, marks: dict[DeviceTransfer, Arrival]) -> None:
+    def send_and_start(self, marks: dict[DeviceTransfer, StreamPoint]) -> None:
         """Send the group (unless its checkpoint was given up), wait for its arrival, and start its job. A group that is
         sent in order was sent at the boundary already, and is not sent here. ``marks``: for each device, the end of its
         work at the boundary."""

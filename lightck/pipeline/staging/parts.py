@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor
-from lightck.state.device_transfers import DeviceTransfer, is_dense_tensor, raw
+from lightck.state.device_transfers import DeviceTransfer, bytes_of, is_dense_tensor
 
 PARTS_MAX = 6
 """The largest number of parts that are sent while the device computes. Each part has one job of the engine."""
@@ -151,4 +151,4 @@ def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return raw(tensor) if is_dense_tensor(tensor) else tensor.detach()
+        return bytes_of(tensor) if is_dense_tensor(tensor) else tensor.detach()

@@ -49,7 +49,7 @@ class RegisteredPool:
 
     def _place(self, slot: Slot, number: int) -> torch.Tensor:
         assert self._writer is not None
-        at, nbytes = self._writer.place(slot, number)
+        at, nbytes = self._writer.range_in_slot(slot, number)
         with torch.inference_mode(False):
             return self.memory[at : at + nbytes]
 

@@ -73,7 +73,7 @@ class Staging:
             submission.copy_at_boundary(submission.staged)
             yield reservation, NO_RECORDS
             return
-        used = reservation or writer.reservation(slot)
+        used = reservation or writer.reserve(slot)
         try:
             yield used, self._send(writer, used, submission, jobs_max)
         except BaseException:

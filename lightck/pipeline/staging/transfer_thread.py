@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from lightck.errors import LightckError
 from lightck.pipeline.staging.groups import Group
 from lightck.pool.engine import COPIED, Job
-from lightck.state.device_transfers import Arrival, DeviceTransfer
+from lightck.state.device_transfers import DeviceTransfer, StreamPoint
 from lightck.stats import Meter
 
 _POLL_SECONDS = 0.1
@@ -25,7 +25,7 @@ class _Task:
     of each group. ``done``: set when each group has arrived or failed."""
 
     groups: list[Group]
-    marks: dict[DeviceTransfer, Arrival]
+    marks: dict[DeviceTransfer, StreamPoint]
     jobs: list[Job]
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -42,7 +42,7 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
 
-    def submit(self, groups: list[Group], marks: dict[DeviceTransfer, Arrival]) -> None:
+    def submit(self, groups: list[Group], marks: dict[DeviceTransfer, StreamPoint]) -> None:
         """Pass the groups of one checkpoint to the thread."""
         task = _Task(groups, marks, [group.job for group in groups])
         self._last = task
@@ -83,7 +83,7 @@ class TransferThread:
                     group.send_and_start(marks)
                 except BaseException as err:
                     group.drain()
-                    group.job.give_up(err)
+                    group.job.fail(err)
             task.groups = []
             del groups, group  # otherwise this thread would keep tensors alive until the next checkpoint
             task.done.set()

@@ -63,7 +63,8 @@ class Part:
 
 def parts_of(reader: PoolReader) -> tuple[Part, ...]:
     """Return all parts of a pool: structures first, then the checkpoints from newest to oldest. In a pool with gradient
-    records, bases belong to the newest checkpoint, and each record is a checkpoint."""
+    records, a base has the generation and step of the newest checkpoint, an older base those with which it was written,
+    and each part of a gradient record those of the record."""
     if reader.superblock.has_gradients:
         return *_structures(reader), *_gradient_parts(reader)
     return *_structures(reader), *(part for checkpoint in checkpoints_of(reader) for part in _checkpoint(checkpoint))
@@ -94,28 +95,28 @@ def _gradient_parts(reader: PoolReader) -> Iterator[Part]:
             break
     else:
         return
-    yield from _record_parts(newest)
-    whose = newest.header.generation, newest.step
-    for bases, words in ((newest.bases(), "base"), (newest.older_bases(), "older base")):
+    yield from _gradient_record_parts(newest)
+    of_newest = newest.header.generation, newest.step
+    for bases, kind in ((newest.bases(), "base"), (newest.older_bases(), "older base")):
         for base in bases:
             if base.entry.nbytes:
-                said = f"{words} of step {base.step} of tensor {base.entry.name!r}"
-                mine = whose if words == "base" else (base.generation, base.step)
-                yield Part(TENSOR, said, base.offset, base.entry.nbytes, *mine, tensor=base.entry.name)
+                words = f"{kind} of step {base.step} of tensor {base.entry.name!r}"
+                fields = of_newest if kind == "base" else (base.generation, base.step)
+                yield Part(TENSOR, words, base.offset, base.entry.nbytes, *fields, tensor=base.entry.name)
     for entry in reversed(newest.part.chain):
         with suppress(DamagedError):
-            yield from _record_parts(gradient_reader.checkpoint_of(reader, entry))
+            yield from _gradient_record_parts(gradient_reader.checkpoint_of(reader, entry))
 
 
-def _record_parts(record: GradientCheckpoint) -> Iterator[Part]:
+def _gradient_record_parts(record: GradientCheckpoint) -> Iterator[Part]:
     entry, step = record.chain_entry, record.step
-    whose = entry.generation, step, entry.slot
+    fields = entry.generation, step, entry.slot
     at = record.reader.superblock.manifest_at(entry.slot, entry.manifest_index)
-    yield Part(MANIFEST, f"manifest of step {step} (slot {entry.slot})", at, entry.manifest_nbytes, *whose)
+    yield Part(MANIFEST, f"manifest of step {step} (slot {entry.slot})", at, entry.manifest_nbytes, *fields)
     for name, one in record.in_record.items():
         if one.entry.nbytes:
             words = f"{name!r} in the gradient record of step {step} (slot {entry.slot})"
-            yield Part(TENSOR, words, one.offset, one.entry.nbytes, *whose, tensor=name)
+            yield Part(TENSOR, words, one.offset, one.entry.nbytes, *fields, tensor=name)
 
 
 def _structures(reader: PoolReader) -> Iterator[Part]:
@@ -126,7 +127,7 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
         yield Part(TABLE, f"layout table {name}", offset, sb.table_nbytes)
     records = reader.commit_log().records
     for position in range(sb.ring_lines):
-        yield _record(position, sb.commit_record_offset(position), records.get(position))
+        yield _commit_record_part(position, sb.commit_record_offset(position), records.get(position))
     for slot, (offset, _) in enumerate(sb.slots):
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
@@ -135,7 +136,7 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
             yield Part(NEXT, f"next-batch record of slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 
 
-def _record(position: int, offset: int, record: CommitRecord | None) -> Part:
+def _commit_record_part(position: int, offset: int, record: CommitRecord | None) -> Part:
     if record is None:
         return Part(
             COMMIT_RECORD, f"commit record {position} (never completed, or damaged)", offset, COMMIT_RECORD_NBYTES
@@ -146,11 +147,13 @@ def _record(position: int, offset: int, record: CommitRecord | None) -> Part:
 
 def _checkpoint(checkpoint: StoredCheckpoint) -> Iterator[Part]:
     sb, record = checkpoint.reader.superblock, checkpoint.record
-    base = sb.slots[record.slot][0]
-    whose = record.payload_generation, checkpoint.step, record.slot
-    at = base + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes
-    yield Part(MANIFEST, f"manifest of step {checkpoint.step} (slot {record.slot})", at, record.manifest_nbytes, *whose)
+    slot_offset = sb.slots[record.slot][0]
+    fields = record.payload_generation, checkpoint.step, record.slot
+    at = slot_offset + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes
+    yield Part(
+        MANIFEST, f"manifest of step {checkpoint.step} (slot {record.slot})", at, record.manifest_nbytes, *fields
+    )
     for name, entry in checkpoint.entries.items():
         if entry.nbytes:
             words = f"tensor {name!r} of step {checkpoint.step} (slot {record.slot})"
-            yield Part(TENSOR, words, base + entry.offset, entry.nbytes, *whose, tensor=name)
+            yield Part(TENSOR, words, slot_offset + entry.offset, entry.nbytes, *fields, tensor=name)

@@ -65,8 +65,8 @@ def coverage(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> Covera
 
     Raises ``ValueError`` if a piece lies outside of the tensor, and ``DamagedError`` if so many pieces overlap in
     different ways that no group can have made them."""
-    held = _Held(shape, holders)
-    return Coverage(None if held.is_complete(held.copies()) else held.uncovered(), held.repeated())
+    boxes = _BoxesOfHolders(shape, holders)
+    return Coverage(None if boxes.is_complete(boxes.copies()) else boxes.uncovered(), boxes.repeated())
 
 
 def assembly(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> list[Copy]:
@@ -78,10 +78,10 @@ def assembly(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> list[C
 
     Raises ``ValueError`` if a piece lies outside of the tensor, or if the pieces do not cover the tensor, and
     ``DamagedError`` as ``coverage`` does."""
-    held = _Held(shape, holders)
-    copies = held.copies()
-    if not held.is_complete(copies):
-        start, size = held.uncovered()
+    boxes = _BoxesOfHolders(shape, holders)
+    copies = boxes.copies()
+    if not boxes.is_complete(copies):
+        start, size = boxes.uncovered()
         raise ValueError(f"the pieces do not cover the tensor: no rank holds the part of size {size} at {start}")
     return sorted(copies, key=lambda copy: copy.destination.start)
 
@@ -105,14 +105,14 @@ def local_copies(shape: Sequence[int], wanted: Sequence[Piece], holders: Sequenc
             filled.append(
                 Copy(
                     copy.holder,
-                    Box(tuple(map(_moved, common.start, copy.destination.start, copy.source.start)), common.size),
-                    Box(tuple(map(_moved, common.start, piece.start, piece.local_start)), common.size),
+                    Box(tuple(map(_local_index, common.start, copy.destination.start, copy.source.start)), common.size),
+                    Box(tuple(map(_local_index, common.start, piece.start, piece.local_start)), common.size),
                 )
             )
     return filled
 
 
-class _Held:
+class _BoxesOfHolders:
     """The boxes of all holders in one logical tensor. A box that several holders hold occurs once, for the first of
     them."""
 
@@ -159,7 +159,7 @@ class _Held:
     def copies(self) -> list[Copy]:
         """Return the copies, in order of the holders. Elements that nobody holds are in no copy."""
         return [
-            Copy(holder, Box(tuple(map(_moved, part.start, box.start, local_start)), part.size), part)
+            Copy(holder, Box(tuple(map(_local_index, part.start, box.start, local_start)), part.size), part)
             for number, (box, (holder, local_start)) in enumerate(self._sources.items())
             for part in self._parts(number, box)
         ]
@@ -184,7 +184,7 @@ class _Held:
         return min(self._repeated, default=None)
 
 
-def _moved(at: int, start: int, local_start: int) -> int:
+def _local_index(at: int, start: int, local_start: int) -> int:
     """Return where the element ``at`` of the logical tensor lies in the local tensor, in one dimension. ``start``,
     ``local_start``: where the element's piece starts in both tensors."""
     return local_start + at - start

@@ -85,7 +85,8 @@ def subtraction(box: Box, taken: Sequence[Box]) -> list[Box]:
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the elements ``start`` to ``stop`` (excluded) of a tensor in C order (last dimension fastest), as boxes.
-    Each of them is a run in C order, they follow each other in C order, and there are at most ``2 * ndim - 1``.
+    Each of them is a run in C order, they follow each other in C order, and there are at most ``2 * ndim - 1`` (one,
+    if the tensor has no dimensions).
 
     Raises ``ValueError`` unless ``0 <= start <= stop <=`` the number of elements."""
     check_shape(shape)

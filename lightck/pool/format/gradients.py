@@ -59,7 +59,7 @@ class ChainEntry(NamedTuple):
 
 
 class GradientPart(NamedTuple):
-    """What a manifest holds beside that of a pool without gradient records."""
+    """What a manifest in a pool with gradient records has in addition to the others."""
 
     older: Rows
     """For each entry in a home, in the order of the layout table, its older base (``HOME_ROW_DTYPE``). ``crc`` is an
@@ -158,15 +158,15 @@ def checked_homes(
     in_home = present & (rows["home"] < IN_RECORD)
     for one, is_there, count in ((rows, in_home, crcs_count), (part.older, has_older, len(part.older_crcs))):
         if (one["offset"] != offsets)[is_there].any() or (one["crc"] + blocks > count)[is_there].any():
-            raise DamagedError("a base of its list is out of place")
+            raise DamagedError("its manifest gives a base a wrong offset or checksum index")
         if (one["step"] > header.step)[is_there].any() or header.step >= NUMBER_MAX:
-            raise DamagedError("a base of its list is newer than the checkpoint")
+            raise DamagedError("its manifest names a base that is newer than the checkpoint")
     if (rows["home"] > IN_RECORD).any() or (rows["generation"] > header.generation).any():
-        raise DamagedError("a base of its list lies in no home, or is newer than the checkpoint")
+        raise DamagedError("its manifest names a base that lies in no home, or is newer than the checkpoint")
     if (has_older & ~in_home).any() or (part.older["generation"] >= rows["generation"])[has_older].any():
-        raise DamagedError("an older base of its list is newer than the base")
+        raise DamagedError("its manifest names an older base that is newer than the base")
     if (part.older["home"] != 1 - rows["home"].astype(np.int64))[has_older].any():
-        raise DamagedError("an older base of its list lies in the same home as the base")
+        raise DamagedError("its manifest names an older base that lies in the same home as the base")
     _check_whole(rows[present & (rows["home"] == IN_RECORD)], part, header)
     if rows["step"][present].min(initial=header.step) + 1 < first_step(part.chain, header):
         raise DamagedError("the chain of its gradient records does not reach back to its oldest base")

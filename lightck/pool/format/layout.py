@@ -1,8 +1,9 @@
-"""The layout table: the extents of a slot, written once when the pool is created and identified by its hash.
+"""The layout table: the extents of a slot and of a home. It is written once, when the pool is created, and identified
+by its hash. (It is not the ``layout=`` of attach: that says which part of a logical tensor a rank has.)
 
-An ``Entry`` describes the bytes of one tensor; ``place`` gives entries their offsets; ``encode`` turns the table into
-bytes, and ``decode`` parses the bytes. In the pool of a rank, entries may have pieces, and the table has a group
-(docs/format.md, "Pools of a rank"). The bytes are untrusted. A table is parsed item by item, in any valid msgpack
+An ``Entry`` describes the bytes of one tensor; ``assign_offsets`` gives entries their offsets; ``encode`` turns the
+table into bytes, and ``decode`` parses the bytes. In the pool of a rank, entries may have pieces, and the table has a
+group (docs/format.md, "Pools of a rank"). The bytes are untrusted. A table is parsed item by item, in any valid msgpack
 encoding, and everything is checked before memory is allocated for it.
 """
 
@@ -119,8 +120,9 @@ class Entry(NamedTuple):
         self, *, has_group: bool = False, has_shares: bool = False, has_gradients: bool = False
     ) -> dict[str, object]:
         """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
-        it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
-        ``has_shares``: whether it is a pool with shares. ``has_gradients``: whether it is one with gradient records.
+        it is not, the keys ``global_shape``, ``placements``, ``mesh`` and ``offsets`` of the map carry no information:
+        they are None, or follow from the shape. ``has_shares``: whether it is a pool with shares. ``has_gradients``:
+        whether it is one with gradient records.
 
         Raises ``ValueError`` if pieces, share or place are invalid, or if the entry has pieces, a share or a place that
         such a pool cannot store."""
@@ -175,6 +177,7 @@ class Entry(NamedTuple):
         return {"share": item}
 
 
+# The last four fields are logical_shape, pieces, share and place.
 _PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-4], Entry._fields[-4:-2]
 
 
@@ -221,7 +224,7 @@ def held_entry(entry: Entry) -> Entry:
     )
 
 
-def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
+def assign_offsets(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
     """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries, and the offset after the
     last of them, rounded up to a multiple of ``LARGE_EXTENT_ALIGN``."""
     placed, at = [], start
@@ -266,8 +269,9 @@ def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool, has_gradi
     counts = [n for entry in entries for n in _piece_counts(entry)]
     if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
         raise ValueError(
-            f"The tensors of this rank have {sum(counts)} pieces together, more than a pool can list. A piece is a box "
-            "of elements of a whole tensor. Shard the tensors so that a rank holds fewer separate boxes of each."
+            f"The tensors of this rank have {sum(counts)} pieces together, and one of them has {max(counts)}. That is "
+            "more than a pool can list and compare. A piece is a box of elements of a whole tensor. Shard the tensors "
+            "so that a rank holds fewer separate boxes of each."
         )
     return [entry.to_map(has_group=has_group, has_shares=has_shares, has_gradients=has_gradients) for entry in entries]
 
@@ -348,7 +352,7 @@ def _table_entries(
     has_shares: bool = False,
     home_nbytes: int | None,
 ) -> tuple[Entry, ...]:
-    entries = _checked(items, low, high, has_group, has_shares, home_nbytes)
+    entries = _parse_entries(items, low, high, has_group, has_shares, home_nbytes)
     by_name = {e.name: e for e in entries}
     if len(by_name) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
@@ -374,7 +378,9 @@ def decode_extras(
     present in one checkpoint (``check_ties``)."""
     if not data:
         return ()
-    entries = _checked(_items(data, (), has_group), low, high, has_group, has_shares, 0 if has_gradients else None)
+    entries = _parse_entries(
+        _items(data, (), has_group), low, high, has_group, has_shares, 0 if has_gradients else None
+    )
     if any(entry.place == HOME_PLACE for entry in entries):
         raise DamagedError("list of tensors: a tensor that appeared later lies in a home")
     return entries
@@ -444,7 +450,7 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         raise DamagedError(f"list of tensors: {err or type(err).__name__}") from err
 
 
-def _checked(
+def _parse_entries(
     items: Iterator[object], low: int, high: int, has_group: bool, has_shares: bool, home_nbytes: int | None
 ) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high), or in a home, and do not overlap. Raises

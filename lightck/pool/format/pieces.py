@@ -175,7 +175,7 @@ def _own_runs(runs: Runs, placement: Placement, ranks: int, rank: int) -> Runs:
     for low in range(0, length, each) if length else ():
         start, stop = _chunk(min(each, length - low), ranks, rank)
         for begin, n in _between(runs, low + start, low + stop):
-            if taken and sum(taken[-1]) == begin:
+            if taken and sum(taken[-1]) == begin:  # this run continues the last one
                 begin, n = taken[-1][0], taken.pop()[1] + n
             taken.append((begin, n))
     return taken
@@ -211,8 +211,8 @@ def pieces_of_runs(dims: list[Runs]) -> Iterator[Piece]:
 
 def flat_pieces(shape: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
     """Return the pieces of a local tensor of one dimension that begins with the elements ``start`` to ``stop``
-    (excluded) of a logical tensor of this shape, in C order. There are at most ``2 * ndim - 1``. Raises ``ValueError``
-    as ``flat_boxes`` does."""
+    (excluded) of a logical tensor of this shape, in C order. There are at most ``2 * ndim - 1`` (one, if the
+    tensor has no dimensions). Raises ``ValueError`` as ``flat_boxes`` does."""
     found, at = [], 0
     for box in flat_boxes(shape, start, stop):
         found.append(Piece(box.start, box.size, (at,)))

@@ -30,7 +30,8 @@ class SavedBy(NamedTuple):
 
 
 def saved_by(small_state: bytes) -> SavedBy:
-    """Read the run and the claim from a small state. Raises ``DamagedError`` if the bytes are none."""
+    """Read the run and the claim from a small state. Raises ``DamagedError`` if the bytes are
+    no valid small state."""
     try:
         outer = msgpack.unpackb(small_state, ext_hook=msgpack.ExtType, strict_map_key=False)
         if not isinstance(outer, msgpack.ExtType) or outer.code != _DICT:

@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     """How ranks of a host divide one tensor that all of them hold."""
 
     shape: Ints
-    """Of the held tensor."""
+    """The shape of the held tensor."""
     dim: int
     """The dimension that is divided; "row" means an index of this dimension."""
     bounds: Ints
@@ -57,13 +57,13 @@ class Share(NamedTuple):
 
 
 class Divisible(NamedTuple):
-    """A tensor that is to be divided. ``weight``: bytes that are written for one row (of the tensor, and of optimizer
-    state that is divided in the same way)."""
+    """A tensor that is to be divided. ``row_nbytes``: bytes that are written for one row (of the tensor, and of
+    optimizer state that is divided in the same way)."""
 
     name: str
     shape: Ints
     dim: int
-    weight: int
+    row_nbytes: int
 
 
 def dim_to_divide(shape: Sequence[int], stride: Sequence[int]) -> int | None:
@@ -74,18 +74,18 @@ def dim_to_divide(shape: Sequence[int], stride: Sequence[int]) -> int | None:
     return max((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: (stride[dim], -dim))
 
 
-def divided(tensors: Iterable[Divisible], ranks: Ints) -> dict[str, Cut]:
+def divide(tensors: Iterable[Divisible], ranks: Ints) -> dict[str, Cut]:
     """Divide tensors among these ranks. Returns name -> cut. All ranks that pass the same tensors in the same order get
-    the same result, in which a rank's part differs from the mean by less than one row."""
+    the same result, in which a rank's part differs from the mean by at most one row."""
     tensors, n_ranks = list(tensors), len(ranks)
-    total, before, cuts = sum(one.shape[one.dim] * one.weight for one in tensors), 0, {}
+    total, before, cuts = sum(one.shape[one.dim] * one.row_nbytes for one in tensors), 0, {}
     for one in tensors:
         rows = one.shape[one.dim]
         inner = [
-            min(max(round((total * n / n_ranks - before) / max(one.weight, 1)), 0), rows) for n in range(1, n_ranks)
+            min(max(round((total * n / n_ranks - before) / max(one.row_nbytes, 1)), 0), rows) for n in range(1, n_ranks)
         ]
         cuts[one.name] = Cut(one.shape, one.dim, (0, *inner, rows), ranks)
-        before += rows * one.weight
+        before += rows * one.row_nbytes
     return cuts
 
 

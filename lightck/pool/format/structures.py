@@ -65,7 +65,7 @@ SLOT_STRUCK = 1
 MANIFEST_MAGIC = b"LCKMANI1"
 MANIFEST_HEADER_NBYTES = 128
 TENSOR_RECORD_NBYTES = 32
-NEXT_MAGIC = b"LCKNEXT1"
+NEXT_BATCH_MAGIC = b"LCKNEXT1"
 NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT, REGION_HOME = 1, 2
 U32_MAX = (1 << 32) - 1
@@ -107,7 +107,7 @@ _U64 = struct.Struct("<Q")
 class Superblock:
     """What is fixed when a pool is created: its identity, size and geometry. Offsets are bytes from the start of the
     pool, except ``manifest_offset``, ``payload_offset`` and ``reserve_offset``: these count from the start of a slot.
-    Fields are in the order of the bytes, ``slots`` last."""
+    Fields are in the order of the bytes; ``slots`` and ``homes`` come last."""
 
     compat: int = 0
     ro_compat: int = 0
@@ -404,9 +404,9 @@ def is_struck_header(data: bytes) -> bool:
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
-_NEXT = struct.Struct("<8sQII")
+_NEXT_BATCH = struct.Struct("<8sQII")
 _NEXT_ENTRY = struct.Struct("<8sII")
-NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
+NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT_BATCH.size - _U64.size) // _NEXT_ENTRY.size
 
 
 class NextBatch(NamedTuple):
@@ -414,39 +414,39 @@ class NextBatch(NamedTuple):
     batch or the arguments of the model's first forward."""
 
     key: bytes
-    """``next_key`` of a name (docs/format.md, "Next-batch record")."""
+    """``next_batch_key`` of a name (docs/format.md, "Next-batch record")."""
     kind: int
     """What the checksum covers: docs/format.md, "Next-batch record"."""
     checksum: int
 
 
 @lru_cache(maxsize=256)
-def next_key(name: str) -> bytes:
+def next_batch_key(name: str) -> bytes:
     """Return the 8-byte hash of a name, for example of a loader. The empty name stands for the model's forward."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"lck-next").digest()
 
 
-def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
+def pack_next_batch(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
     """Pack the next-batch record of a checkpoint. Entries after the first ``NEXT_ENTRIES_MAX`` are left out."""
     entries = entries[:NEXT_ENTRIES_MAX]
-    body = _NEXT.pack(NEXT_MAGIC, generation, len(entries), 0)
+    body = _NEXT_BATCH.pack(NEXT_BATCH_MAGIC, generation, len(entries), 0)
     for entry in entries:
         body += _NEXT_ENTRY.pack(*entry)
     return body + _U64.pack(crc64(uuid + body))
 
 
-def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
+def unpack_next_batch(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
     """Parse the next-batch record of a generation. Returns None if the record was never written, is truncated or
     damaged, or belongs to another generation."""
-    if len(data) < _NEXT.size:
+    if len(data) < _NEXT_BATCH.size:
         return None
-    magic, named, count, _ = _NEXT.unpack_from(data)
-    end = _NEXT.size + count * _NEXT_ENTRY.size
-    if magic != NEXT_MAGIC or named != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
+    magic, named, count, _ = _NEXT_BATCH.unpack_from(data)
+    end = _NEXT_BATCH.size + count * _NEXT_ENTRY.size
+    if magic != NEXT_BATCH_MAGIC or named != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
         return None
     if crc64(uuid + data[:end]) != _U64.unpack_from(data, end)[0]:
         return None
-    return tuple(NextBatch(*_NEXT_ENTRY.unpack_from(data, at)) for at in range(_NEXT.size, end, _NEXT_ENTRY.size))
+    return tuple(NextBatch(*_NEXT_ENTRY.unpack_from(data, at)) for at in range(_NEXT_BATCH.size, end, _NEXT_ENTRY.size))
 
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")

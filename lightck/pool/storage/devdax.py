@@ -104,7 +104,7 @@ class _Device:
             medium.sync()
 
     def _head_extents(self) -> Extents:
-        return ((0, head_of_device.unit(self.facts.align)),)
+        return ((0, head_of_device.granularity(self.facts.align)),)
 
     def close(self) -> None:
         self.mapping.close()
@@ -119,7 +119,7 @@ class DevdaxContainer:
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
         self.nbytes = nbytes
-        room = align_up(nbytes, head_of_device.unit(device.facts.align))
+        room = align_up(nbytes, head_of_device.granularity(device.facts.align))
         self.extents: Extents = ((start, room),)
         self.reads_from = lib.LCK_MEMORY, ((device.mapping.address + start, nbytes),)
         self._device = device
@@ -221,7 +221,7 @@ class DevdaxBackend:
     def open(self, path: str, *, write: bool) -> DevdaxContainer:
         device = self._opened(path, write=write)
         with undo_on_error(device.close):
-            record = _checked(device, device.head())
+            record = _check_record(device, device.head())
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
     def _opened(self, path: str, *, write: bool) -> _Device:
@@ -248,12 +248,13 @@ def _place(device: _Device, nbytes: int) -> int:
     head, facts = device.head(), device.facts
     if head.is_foreign:
         raise _foreign(device.path)
-    # A pool that was made when the device had another size cannot be opened now (``_checked``), so its bytes are free.
+    # A pool that was made when the device had another size cannot be opened now (``_check_record``), so its bytes are
+    # free.
     there = head.pool if head.pool is not None and head.pool.device_nbytes == facts.nbytes else None
-    start = head_of_device.place(nbytes, facts.nbytes, facts.align, there)
+    start = head_of_device.offset_of_new_pool(nbytes, facts.nbytes, facts.align, there)
     if start is not None:
         return start
-    alone = head_of_device.place(nbytes, facts.nbytes, facts.align, None)
+    alone = head_of_device.offset_of_new_pool(nbytes, facts.nbytes, facts.align, None)
     if alone is None:
         raise NoSpaceError(
             f"The pool {device.path!r} needs {nbytes / 1e6:,.1f} MB and the device has {facts.nbytes / 1e6:,.1f} MB. A "
@@ -270,7 +271,7 @@ def _place(device: _Device, nbytes: int) -> int:
     raise error
 
 
-def _checked(device: _Device, head: Head) -> Record:
+def _check_record(device: _Device, head: Head) -> Record:
     """Check all fields of the device's newest record against the device, and return the record. Raises
     ``PoolError``."""
     path, facts, record = device.path, device.facts, head.record
@@ -298,7 +299,7 @@ def _checked(device: _Device, head: Head) -> Record:
             f"The pool record in the head of {path!r} names an impossible place. Use a copy of the pool; "
             "overwrite=True discards this one."
         )
-    step = head_of_device.unit(facts.align)
+    step = head_of_device.granularity(facts.align)
     if record.start % step or record.start + align_up(record.nbytes, step) > facts.nbytes // step * step:
         raise PoolPathError(
             f"The pool on {path!r} begins at {record.start}, and the device is mapped in units of {facts.align} now: "

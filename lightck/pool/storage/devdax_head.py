@@ -98,20 +98,20 @@ def examine(read: Callable[[int, int], bytes]) -> Head:
     return Head(tuple(map(Record.unpack, raw)), any(each[:8] == MAGIC for each in raw), is_blank)
 
 
-def unit(align: int) -> int:
-    """Return the unit in bytes: offsets and extent lengths of pools are multiples of it, so that each pool can be
+def granularity(align: int) -> int:
+    """Return a number of bytes: offsets and extent lengths of pools are multiples of it, so that each pool can be
     mapped alone. ``align``: the alignment of the device's mappings."""
     return align_up(HEAD_NBYTES, align)
 
 
-def place(nbytes: int, device_nbytes: int, align: int, there: Record | None) -> int | None:
-    """Return the offset for a pool of ``nbytes`` beside the present pool (``there``); None if there is no room.
+def offset_of_new_pool(nbytes: int, device_nbytes: int, align: int, present: Record | None) -> int | None:
+    """Return the offset for a pool of ``nbytes`` beside the present pool (``present``); None if there is no room.
 
     Each pool lies at one end of the device, so that the free space stays in one piece."""
-    step = unit(align)
+    step = granularity(align)
     room, end = align_up(nbytes, step), device_nbytes // step * step
-    if there is None:
+    if present is None:
         return step if step + room <= end else None
-    if step + room <= there.start:
+    if step + room <= present.start:
         return step
-    return end - room if there.start + align_up(there.nbytes, step) + room <= end else None
+    return end - room if present.start + align_up(present.nbytes, step) + room <= end else None

@@ -51,6 +51,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 _POWER_EVIDENCE = "power: as far as the disk honours a flush"
 _NESTED_MAX = 4
 """Maximum number of overlays and loop devices, one below the other, that ``probe`` follows to find the medium."""
+_TOO_DEEP = f"lightck follows at most {_NESTED_MAX} overlays and loop devices, one below the other, and does not follow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ def require(durability: Durability, level: str | None) -> None:
 
 
 def _probe(folder: str, file: str | None, system: System, nested_left: int) -> Durability:
-    """``nested_left``: how many more overlays and loop devices may be followed."""
+    """Determine the durability of a pool without emulation; arguments as for ``probe``. ``nested_left``: how many more
+    overlays and loop devices may be followed."""
     kind = system.file_system(folder)
     if kind is None:
         return _process_only("unknown file system", TIER_DISK, "statfs failed: the file system is unknown")
@@ -204,10 +206,13 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
         )
     upper = mount.option("upperdir")
     if upper is None or not os.path.isdir(upper) or nested_left == 0:
-        unseen = (
-            f"the medium of the overlay's upper folder ({upper}) is not visible here (a container?): put the pool on a "
-            "volume of its own"
-        )
+        if upper is None:
+            unseen = "the mount options of the overlay name no upper folder"
+        elif not os.path.isdir(upper):
+            unseen = f"the overlay's upper folder ({upper}) is not visible here (a container?)"
+        else:
+            unseen = f"{_TOO_DEEP} the overlay's upper folder ({upper})"
+        unseen += ", so its medium is unknown: put the pool on a volume of its own"
         return _process_only(
             "overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync to its upper folder", unseen
         )
@@ -290,7 +295,8 @@ def _below(device: Device, system: System, nested_left: int) -> Durability:
     if device.backing_file is not None:
         folder = os.path.dirname(device.backing_file)
         if nested_left == 0 or not os.path.isfile(device.backing_file):
-            hidden = f"the loop device {device.name} is backed by {device.backing_file}, which is not visible here"
+            hidden = f"the loop device {device.name} is backed by {device.backing_file}, "
+            hidden += "which is not visible here" if nested_left else f"and {_TOO_DEEP} it"
             return _process_only("loop", TIER_DISK, hidden)
         below = _probe(folder, None, system, nested_left - 1)
         backed = f"the loop device {device.name} is backed by {device.backing_file}"

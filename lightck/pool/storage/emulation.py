@@ -26,8 +26,8 @@ class Profile:
     read: int
     fence_ns: int
     """Nanoseconds of each fence and each sync."""
-    unit: int
-    """Smallest transfer in bytes, a power of two. Part of a unit takes as long as a whole unit."""
+    transfer_nbytes: int
+    """Smallest transfer in bytes, a power of two. A part of it takes as long as the whole."""
     source: str
     """Source of the figures, and which of them are assumed."""
 
@@ -85,7 +85,9 @@ def use(profile: str | Profile | None) -> None:
         if profile not in PROFILES:
             raise ValueError(f"The memory {profile!r} is not known. These can be emulated: {', '.join(PROFILES)}.")
         profile = PROFILES[profile]
-    numbers = (0, 0, 0, 0) if profile is None else (profile.write, profile.read, profile.fence_ns, profile.unit)
+    numbers = (
+        (0, 0, 0, 0) if profile is None else (profile.write, profile.read, profile.fence_ns, profile.transfer_nbytes)
+    )
     check(lib.lck_emulate(*numbers), "emulating a memory")
     _active, _is_chosen = profile, True
 

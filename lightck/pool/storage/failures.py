@@ -26,7 +26,7 @@ _CURES = {
     errno.EDQUOT: "Free space on its file system, raise the quota, or choose another medium.",
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
-TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
+UNKNOWN_ANSWER_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
 """Errors after which the answer to a question about a file is unknown. After any other error the answer is "no"."""
 PATH_ERRNOS = (
     errno.EACCES,

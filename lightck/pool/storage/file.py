@@ -32,7 +32,7 @@ from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
 from lightck.pool.storage.failures import (
     PATH_ERRNOS,
-    TRANSIENT_ERRNOS,
+    UNKNOWN_ANSWER_ERRNOS,
     as_io_error,
     io_error,
     is_medium_error,
@@ -99,7 +99,7 @@ class FileContainer:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
-            return err.errno in TRANSIENT_ERRNOS  # the answer is unknown: checked again at the next checkpoint
+            return err.errno in UNKNOWN_ANSWER_ERRNOS  # the answer is unknown: checked again at the next checkpoint
         is_same_file = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
         return is_same_file and here.st_size >= self.file_nbytes
 
@@ -200,8 +200,8 @@ def ask_file(path: str, question: Callable[[int], bool]) -> bool:
 
 
 def _refuse_unknown(path: str, err: OSError) -> None:
-    """Raise ``PoolIOError`` if the error is in ``TRANSIENT_ERRNOS``."""
-    if err.errno in TRANSIENT_ERRNOS:
+    """Raise ``PoolIOError`` if the error is in ``UNKNOWN_ANSWER_ERRNOS``."""
+    if err.errno in UNKNOWN_ANSWER_ERRNOS:
         raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
 
 
@@ -393,7 +393,7 @@ def checked_folder(path: str) -> str:
     try:
         st = os.stat(folder)
     except OSError as err:
-        if err.errno in TRANSIENT_ERRNOS:
+        if err.errno in UNKNOWN_ANSWER_ERRNOS:
             raise io_error(f"The folder of the pool {path!r} cannot be inspected", err.errno, err.strerror) from err
         if err.errno == errno.ENAMETOOLONG:
             raise too_long(path) from err

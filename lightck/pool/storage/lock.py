@@ -40,7 +40,7 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool.storage import dying_holder
-from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_error, too_long, undo_on_error
+from lightck.pool.storage.failures import UNKNOWN_ANSWER_ERRNOS, as_io_error, io_error, too_long, undo_on_error
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
@@ -229,7 +229,7 @@ class PoolLock:
         except OSError as err:
             # After a transient error this process may hold the lock. Raise, so that the file is not opened a second
             # time: the close of the second descriptor would drop the lock.
-            if err.errno in TRANSIENT_ERRNOS:
+            if err.errno in UNKNOWN_ANSWER_ERRNOS:
                 raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
         return (st.st_dev, st.st_ino) in _held
@@ -241,7 +241,7 @@ class PoolLock:
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
-            if err.errno in (*TRANSIENT_ERRNOS, errno.ENOSPC, errno.EDQUOT):
+            if err.errno in (*UNKNOWN_ANSWER_ERRNOS, errno.ENOSPC, errno.EDQUOT):
                 raise io_error(f"The lock file {self.path!r} cannot be opened", err.errno, err.strerror) from err
             if err.errno == errno.ENAMETOOLONG:
                 raise too_long(self._pool_path) from err

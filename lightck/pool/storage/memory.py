@@ -1,4 +1,4 @@
-"""A pool in anonymous memory: what a reader needs to read a checkpoint that does not lie in a file as it is needed.
+"""A pool in anonymous memory. It is made if no file holds a checkpoint in the form that a reader needs.
 
 No path names it, and nothing of it is left when it is closed. It survives nothing.
 """

@@ -33,7 +33,7 @@ from lightck.pool.storage.pmdk_file import Arena
 log = logging.getLogger("lightck")
 ARENA_KIND = 1
 """PMDK's type number of the objects that are arenas."""
-_HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EWOULDBLOCK)
 """Errors of libpmemobj that mean: another process has the pool open."""
 _DYING_SECONDS = 2.0
 """Maximum wait for libpmemobj's lock when this process has lightck's lock already. A dying process releases lightck's
@@ -43,7 +43,7 @@ _has_warned = False
 
 
 class PmdkContainer(FileContainer):
-    """An open PMDK pool; see ``Container``. It becomes the owner of the descriptors of ``file``, so the caller must not
+    """An open PMDK pool; see ``Container``. The container owns the descriptors of ``file``, so the caller must not
     close ``file`` any more. ``places``: the extents of the lightck pool. ``pool``: libpmemobj's open pool; None if the
     pool is only read."""
 
@@ -128,7 +128,7 @@ def _open_pmdk(path: str, file: FileContainer, *, create: bool = False, shutdown
         try:
             return pmemobj.Pool(here, pmdk_file.LAYOUT, size, create=create, shutdown_state=shutdown_state)
         except pmemobj.PmemobjError as err:
-            if err.errno not in _HELD or time.monotonic() >= end:
+            if err.errno not in _LOCKED_ERRNOS or time.monotonic() >= end:
                 raise _refused(path, err) from err
         time.sleep(pause)
         pause *= 2
@@ -165,7 +165,7 @@ def _load(path: str) -> None:
 def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     """Return lightck's error for an error of libpmemobj."""
     reason = err.strerror
-    if err.errno in _HELD:
+    if err.errno in _LOCKED_ERRNOS:
         return PoolLockedError(
             f"The PMDK pool {path!r} is held open by another program ({reason}). A pool has one writer. Wait for that "
             "program, end it, or use another pool; lightck.recover() can read this one meanwhile."

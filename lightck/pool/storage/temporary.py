@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from lightck.errors import PoolPermissionError
 from lightck.pool.storage import lock
-from lightck.pool.storage.failures import PATH_ERRNOS, TRANSIENT_ERRNOS, io_error, undo_on_error
+from lightck.pool.storage.failures import PATH_ERRNOS, UNKNOWN_ANSWER_ERRNOS, io_error, undo_on_error
 
 _NAME = re.compile(r"\.lightck-[0-9a-f]{16}\.new")
 
@@ -67,7 +67,7 @@ def _is_left_by_crash(path: str) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as err:
-        if err.errno in TRANSIENT_ERRNOS:
+        if err.errno in UNKNOWN_ANSWER_ERRNOS:
             raise io_error(f"The file {path!r} cannot be inspected", err.errno, err.strerror) from err
         return False
     try:

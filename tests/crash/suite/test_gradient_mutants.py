@@ -158,7 +158,7 @@ def chain_without_its_oldest_record() -> Any:
 
     def shorter(plan: RecordPlan) -> tuple[GradientRecord, ...]:
         before = plan.checkpoint.records[:-1]
-        return tuple(one for one in before if one.step > plan.checkpoint.low + 1)
+        return tuple(one for one in before if one.step > plan.checkpoint.oldest_base_step + 1)
 
     return patch.object(RecordPlan, "chain", property(shorter))
 

@@ -38,7 +38,7 @@ def test_other_small_state_is_seen(kept, folder: Path) -> None:
 
 
 def test_a_record_of_the_batch_that_is_missing_is_seen(kept, folder: Path) -> None:
-    with patch.object(writer, "pack_next", lambda *_: b""):
+    with patch.object(writer, "pack_next_batch", lambda *_: b""):
         now = {"two slots, file": digests_of("two slots", "file", folder)}
     assert {line.rpartition(" checkpoints ")[2] for line in differences(kept, now)} == {
         "1 batch that follows",

@@ -130,7 +130,7 @@ def in_pool(reader: PoolReader, checkpoint: GradientCheckpoint) -> dict[str, Any
         "incarnation": checkpoint.header.incarnation,
         "bases": places(checkpoint.bases()),
         "older": places(checkpoint.older_bases()),
-        "whole": checkpoint.without_home(),
+        "whole": checkpoint.bases_in_record(),
         "chain": [[one.step, one.generation, one.slot, one.flags] for one in checkpoint.part.chain],
         "sentinels": checkpoint.part.sentinels.tolist(),
         "gradients": gradients,

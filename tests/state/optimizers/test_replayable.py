@@ -199,7 +199,7 @@ BAD = [
     (WithModel, "attribute 'teacher' holds parameters, or a module"),
     (WithAverage, "changes its attribute 'norms'"),
     (Around, "contains another optimizer"),
-    (NeedsClosure, "a trial step on stand-ins failed"),
+    (NeedsClosure, "a trial step failed"),
     (KeepsShared, "not the state of one parameter"),
 ]
 

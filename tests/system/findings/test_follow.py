@@ -25,7 +25,7 @@ from lightck.errors import DataMismatchError
 from lightck.events import ClosingEvent
 from lightck.following.comparison import Comparison, Recorder
 from lightck.following.first_batch import RANDOM_STATES
-from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
+from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_batch_key
 from lightck.pool.reader import open_pool
 from lightck.session import capture
 
@@ -643,7 +643,7 @@ def test_a_pass_that_only_looks_gives_way_to_the_next_one(reported: Reported) ->
     recorder.before_update()
     (entries,) = stored
     data = [(e.key, e.kind, e.checksum) for e in entries if e.kind not in RANDOM_STATES]
-    assert data == [(next_key("x"), 1, checksum_of("trained on"))]
+    assert data == [(next_batch_key("x"), 1, checksum_of("trained on"))]
 
 
 def a_pass() -> Pass:

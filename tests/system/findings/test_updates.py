@@ -102,10 +102,10 @@ def test_what_is_seen_by_its_first_update_only_is_reported(name: str, warning: s
 def test_numbers_that_change_now_and_then_are_not_kept() -> None:
     model = torch.nn.ModuleList([Queue(), Longest()])
     numbers = ModuleNumbers(model)
-    assert numbers.now() == {}, "as attach asks"
+    assert numbers.values_at_checkpoint() == {}, "as attach asks"
     for n in range(1, 9):
         model[0].push(torch.ones(4))
         model[1](torch.ones(6, 8))
-        kept = numbers.now()
+        kept = numbers.values_at_checkpoint()
         assert kept["0.pointer"] == n % 5
         assert ("1.longest" in kept) == (n == 1), "once it is the longest for good"
