@@ -2,6 +2,8 @@
 
 A drain outlives its training. If the container, or the step of a batch job, ends as soon as its first process ends, the
 drain is killed with it. So this process adopts the drains (they are its grandchildren), and ends after them.
+
+A shell that a signal ends leaves its training alone. This process adopts the training, and passes the signal on to it.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ def command(words: tuple[str, ...]) -> int:
     """Run COMMAND, and pass signals on to it. Then wait until the processes that send its checkpoints to tiers have
     ended too, and return the exit status of COMMAND: lightck run -- python train.py
 
-    These processes take ten minutes at most. A second SIGTERM or Ctrl-C after the end of COMMAND ends the wait.
+    These processes take ten minutes at most after the end of their training. A second SIGTERM or Ctrl-C after the end
+    of COMMAND ends the wait.
     """
     _adopt_orphans()
     arrived: list[int] = []
+    passed: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, _: object) -> None:
         if process is None:
             arrived.append(number)
-        elif not (number in _KEYS and _is_in_foreground()):
+        elif not _comes_from_keys(number):
+            passed.append(number)
             process.send_signal(number)
 
     with signals_handled(pass_on, *ANNOUNCING_SIGNALS):
@@ -57,13 +62,15 @@ def command(words: tuple[str, ...]) -> int:
         for number in arrived:
             pass_on(number, None)
         status = process.wait()
-    _wait_for_drains()
+    _wait_for_drains(passed)
     return status if status >= 0 else 128 - status
 
 
-def _is_in_foreground() -> bool:
-    """Whether this process group is the one to which the terminal sends the signals of its keys. The command belongs to
-    it too, so it gets them without this process."""
+def _comes_from_keys(number: int) -> bool:
+    """Whether a signal can be one that the terminal sends for its keys to this process group. The command belongs to
+    this group too, so it gets the signal without this process."""
+    if number not in _KEYS:
+        return False
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -77,19 +84,32 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _wait_for_drains() -> None:
+def _wait_for_drains(signals: list[int]) -> None:
+    """Wait until no drain is left below this process. ``signals``: those that were passed on to the command. A training
+    that the command has left alone gets the last of them, or the first one that comes now."""
     has_announced = False
-    n_signals = 0
+    n_signals = n_empty = 0
+    reached: set[int] = set()
 
-    def count(*_: object) -> None:
+    def count(number: int, _: object) -> None:
         nonlocal n_signals
         n_signals += 1
+        if not _comes_from_keys(number):
+            signals.append(number)
 
     with signals_handled(count, *ANNOUNCING_SIGNALS):
-        while _drains() and n_signals < 2:
-            if not has_announced:
+        while n_signals < 2:
+            heads = _children_with_drains()
+            n_empty = 0 if heads else n_empty + 1
+            if n_empty > 1:  # a drain may be missed once, because its parent has ended meanwhile
+                break
+            if heads and not has_announced:
                 print_progress("waiting until the newest checkpoint is in its tiers")
                 has_announced = True
+            for pid in [each for each, is_drain in heads.items() if not is_drain and each not in reached and signals]:
+                reached.add(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signals[-1])
             time.sleep(_PAUSE_SECONDS)
 
 
@@ -100,15 +120,27 @@ def _is_drain(process: Path) -> bool:
     return name == PROCESS_NAME or DRAIN_MODULE.encode() in (process / "cmdline").read_bytes()
 
 
-def _drains() -> list[int]:
-    """Return the drains among the children of this process, after those that have ended were collected."""
+def _children_with_drains() -> dict[int, bool]:
+    """Return the children of this process that are drains, or below which a drain runs, each with whether it is a drain
+    itself. Children that have ended are collected before."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    found = []
+    parents: dict[int, int] = {}
+    running = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if _is_drain(process):
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                found += [int(process.name)] if parent == os.getpid() else []
+            state, of = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            parents[int(process.name)] = int(of)
+            if state != "Z":  # one whose first thread alone has ended is still the parent of its children
+                running.append(process)
+    found = {}
+    for process in running:
+        head = int(process.name)
+        while (parent := parents.get(head, 0)) not in (0, os.getpid()):
+            head = parent
+        if parent:
+            with contextlib.suppress(OSError):
+                if _is_drain(process):
+                    found[head] = int(process.name) == head
     return found

@@ -1,15 +1,17 @@
 """The torch hooks of a session: on the root module's forward and on each optimizer's ``step``.
 
 ``Hooks`` installs these hooks, and translates torch's calls into the step events of ``events.py``. Inside a graph that
-torch.compile traces, the hooks do nothing: they do not break the graph, and they do not run when the graph runs. The
-session detects the missing events.
+torch.compile traces, the hooks of modules do nothing: they do not break the graph, and they do not run when the graph
+runs. The session detects the missing events. The hooks of optimizers break the graph, and run.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pkgutil import iter_modules
 from types import FrameType
 
 import torch
@@ -37,11 +39,31 @@ _STEP_FRAME = 2
 the function that ``counted`` puts around the hook."""
 
 
+_is_outside_graphs = False
+
+
+def keep_out_of_graphs() -> None:
+    """Let torch.compile break a graph at the hooks of an optimizer's ``step``, and call them, if it traces a function
+    that calls ``step``. It can trace neither them nor what they call. (The hooks of modules are traced, so that a whole
+    model stays one graph.)"""
+    global _is_outside_graphs
+    rules = sys.modules.get("torch._dynamo.trace_rules")  # an optimizer imports it
+    if rules is None or _is_outside_graphs or not hasattr(rules, "add"):
+        return
+    folder = os.path.dirname(__file__)
+    rooms = (each.name for each in iter_modules([os.path.dirname(folder)], "lightck."))
+    own = (each.name for each in iter_modules([folder], "lightck.hooks."))
+    for name in {*rooms, *own} - {"lightck.hooks", own_hooks.__name__, "lightck.__main__"}:
+        rules.add(name)
+    _is_outside_graphs = True
+
+
 class Hooks:
     """All hooks of one session."""
 
     def __init__(self, events: StepListener, model: nn.Module, optimizers: Sequence[Optimizer], meter: Meter) -> None:
         """``events``: receives the step events. ``meter``: counts the time of the hooks."""
+        keep_out_of_graphs()
         self._events = events
         self.meter, self.seconds_per_hook = meter, seconds_per_hook()
         self._optimizers: list[Optimizer] = []

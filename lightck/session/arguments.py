@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -25,6 +27,7 @@ from lightck.tiers.keep import Keep, warn_deprecated
 from lightck.tiers.open_store import is_url, open_store
 from lightck.tiers.tier import Tier, checked_tiers, n_spare_slots
 
+log = logging.getLogger("lightck")
 AUTO_STRATEGY = "auto"
 """``attach(..., strategy="auto")``: see ``strategy_choice.py``."""
 
@@ -132,7 +135,34 @@ class SaveOptions:
                 f"to slots=. Pass slots={SLOTS_MAX - spare} or fewer."
             )
         check_staging(self.staging)
-        return cadence_of(self.interval)
+        cadence = cadence_of(self.interval)
+        _warn_of_unsaved_steps(self.tiers, self.interval)
+        return cadence
+
+
+def _warn_of_unsaved_steps(tiers: Iterable[Tier], interval: int | str | Auto) -> None:
+    """Warn of each tier whose ``keep_every`` asks for steps that need not be saved."""
+    for each in tiers:
+        if each.keep_every is None:
+            continue
+        asks = f"the tier {each.path!r} has keep_every={each.keep_every}"
+        if not isinstance(interval, int):
+            if not isinstance(interval, Auto) or interval.most > 1:
+                log.warning(
+                    'lightck: %s, and interval="auto" chooses which steps are saved, so some of the steps for which it '
+                    "asks may not be sent. Pass a number that divides keep_every as interval=",
+                    asks,
+                )
+        elif each.keep_every % interval:
+            log.warning(
+                "lightck: %s, and interval=%d saves only multiples of %d, so only multiples of %d are sent. Pass a "
+                "keep_every= that %d divides",
+                asks,
+                interval,
+                interval,
+                math.lcm(each.keep_every, interval),
+                interval,
+            )
 
 
 @dataclass(frozen=True, slots=True)

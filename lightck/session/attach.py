@@ -51,7 +51,7 @@ from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
-from lightck.session.newest_of_tiers import replace_pool_from_tier
+from lightck.session.newest_of_tiers import replace_pool_from_tier, warn_of_newer
 from lightck.session.pool_file import PoolFile
 from lightck.session.replica_arguments import refuse_unreplicable
 from lightck.session.replicas import Replicas
@@ -344,6 +344,8 @@ def _fetch_newest_and_claim_tiers(file: PoolFile, tiers: Drains) -> None:
         if contents is None:
             capture.run_id = run_of_new_training(tiers.stores, capture.run_id)
         resume_point = None if contents is None else ResumePoint(contents.step, claim_of(contents.claim))
+        if resume_point is not None:
+            warn_of_newer(file.path, tiers.stores, resume_point.step, resume_point.claim)
         claimed = claim_for_session(tiers.stores, capture.run_id, resume_point)
         tiers.use_claim(claimed, resume_point, 0 if record is None else record.payload_generation)
         capture.claim = claimed.claim
@@ -376,7 +378,14 @@ def _discover(arguments: Arguments) -> Found:
 def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> FirstStep:
     given = arguments.state or {}
     scheduled = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, scheduled, is_rank_known)
+    return FirstStep(
+        found.optimizers,
+        found.state,
+        "scheduler" in arguments.declined,
+        scheduled,
+        is_scaler_declined="scaler" in arguments.declined,
+        is_rank_known=is_rank_known,
+    )
 
 
 def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments, tiers: Drains | None) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -27,6 +26,7 @@ from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
 from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
+from lightck.session.provisional import Provisional
 from lightck.session.shared_state import warn_of_shared_memory_in_optimizers
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
@@ -37,7 +37,6 @@ from lightck.state.inventory import (
     Live,
     ModelView,
     OptimizerView,
-    in_plain_memory,
     optimizer_views,
 )
 from lightck.state.local_tensors import refuse_optimizer_before_dtensors
@@ -60,20 +59,6 @@ _NO_VALUES = values.pack({}, path="")
 ReadRows: TypeAlias = Callable[[Sequence[Live], "TensorList | None", int], list[RowsOfOther]]
 """Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors; their
 ``TensorList``, if there is one; the step."""
-
-
-@dataclass(slots=True)
-class Provisional:
-    """The state that was read right after an update. ``buffers``: name -> copy. ``loader_states``: name -> packed state
-    of each loader in ``state=`` (session loaders are not among them), with the large tensors of these states in
-    ``large``. ``extra``: name -> packed extra state of each module, with the large tensors of it in ``extra_large``."""
-
-    rng: rng.RngState
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    loader_states: dict[str, bytes] = field(default_factory=dict)
-    large: list[Live] = field(default_factory=list)
-    extra: dict[str, bytes] = field(default_factory=dict)
-    extra_large: list[Live] = field(default_factory=list)
 
 
 class _PackedOptimizer:
@@ -213,10 +198,12 @@ class Capture:
             held.clear()
 
     def refresh(self) -> None:
-        """Name tensors again if modules or parameter groups have changed."""
-        if self.model.refresh():
+        """Name tensors again if modules or parameter groups have changed. The optimizers' tensors have the names of the
+        parameters, which also change if a module is wrapped, pruned or parametrized."""
+        are_renamed = self.model.refresh()
+        if are_renamed:
             self._tensor_list = None
-        if any(view.has_changed() for view in self.optimizers):
+        if are_renamed or any(view.has_changed() for view in self.optimizers):
             self._tensor_list = None
             names = self.model.names_by_id()
             for view in self.optimizers:
@@ -287,14 +274,24 @@ class Capture:
             return
         self._fork_rng_watch.updated()
         self.provisional = provisional = Provisional(rng.capture())
-        if self.model.has_buffers:
-            provisional.buffers = self._buffer_copies.take(self.model)
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loader_states[name] = self._object_bytes(name, obj, provisional.large)
+        self._read_modules(provisional)
+
+    def before_forward_of_next_step(self) -> None:
+        """The forward of the next step begins, and its pre-step hook will close the checkpoint of the last update. What
+        the loop has written to buffers and extra state since the update belongs to it, so they are read again."""
+        if self.provisional is not None and not self.provisional.has_next_begun:
+            self.provisional.has_next_begun = True
+            self.provisional.extra_large.clear()
+            self._read_modules(self.provisional)
+
+    def _read_modules(self, provisional: Provisional) -> None:
+        if self.model.has_buffers:
+            provisional.buffers = self._buffer_copies.take(self.model)
         provisional.extra = self._pack_extra_state(provisional.extra_large)
-        for live in provisional.extra_large:
-            live.tensor = in_plain_memory(live.tensor).clone()
+        provisional.own_large()
 
     def _warn_unsharded(self) -> None:
         """Warn once if a module of ``fully_shard`` was unsharded during the update. Its next forward then computes with

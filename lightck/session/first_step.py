@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
@@ -29,6 +30,8 @@ class FirstStep:
     """Whether ``state={"scheduler": None}`` was passed, so that no scheduler need be saved."""
     scheduled: frozenset[int] = frozenset()
     """Ids of the optimizers for which a scheduler was passed. Other schedulers of these optimizers are not checked."""
+    is_scaler_declined: bool = False
+    """Whether ``state={"scaler": None}`` was passed."""
     is_rank_known: bool = False
     """Whether attach knew that this process is a rank of a group, or that it is saved alone (``group=False``). If not,
     ``check`` looks whether it has become a rank since."""
@@ -62,8 +65,24 @@ class FirstStep:
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()
+        self._check_scaler()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
+
+    def _check_scaler(self) -> None:
+        """Warn about an enabled GradScaler that was made after attach, if none is saved. (It does not say which
+        optimizer it serves, so it may be that of another training.)"""
+        kind = torch.amp.GradScaler
+        if self.is_scaler_declined or any(isinstance(one, kind) for one in self.objects.values()):
+            return
+        for collect in (False, True):  # what the quick search finds may be garbage
+            if not LiveObjects(collect=collect).matching(kind, lambda one: one.is_enabled()):
+                return
+        log.warning(
+            "lightck: a GradScaler was built after attach and is not saved. After a crash its scale would start over, "
+            "and updates would be skipped at other steps. Build it before attach, or pass it: attach(..., "
+            'state={"scaler": scaler}); state={"scaler": None} says that it need not be saved'
+        )
 
     def _scheduler_counts(self) -> list[object]:
         """The step counts of the saved schedulers and of their parts. A scheduler that has stepped has other counts."""

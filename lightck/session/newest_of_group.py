@@ -42,7 +42,7 @@ from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group, directory_id
 from lightck.session.pools_of_hosts import Hosts
 from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, newest_of_all, run_of
-from lightck.tiers.claiming import claim_of
+from lightck.tiers.claiming import claim_of, refuse_other_training
 from lightck.tiers.decisions import complete
 from lightck.tiers.fetching import filled_pool
 from lightck.tiers.open_store import open_store
@@ -142,6 +142,9 @@ def replace_pools_from_tier(
         if in_pools.unreadable:
             _log_hint(group, in_pools, stores[one.tier], one)
             return
+        if newest is not None:
+            pools = f"the pools in {directory!r}"
+            refuse_other_training(stores[one.tier], newest.claim, one.sort_key.claim, pools)
         reason = _replace_pools(directory, group, meeting, hosts, stores[one.tier], one, backend)
         if not reason:
             _report(group, stores[one.tier], one, in_pools, reasons)

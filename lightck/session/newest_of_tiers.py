@@ -11,6 +11,7 @@ and nothing is fetched over it); the tiers hold another run (``TierClaimedError`
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -24,7 +25,9 @@ from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
 from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_intact_error, run_of
+from lightck.tiers.claiming import refuse_other_training
 from lightck.tiers.fetching import fetch
+from lightck.tiers.names import Claim
 from lightck.tiers.store import Store
 
 log = logging.getLogger("lightck")
@@ -51,6 +54,8 @@ def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store])
     for found in newest_of_all(stores, rejected):
         if in_pool is not None and found.order <= in_pool.order:
             break
+        if in_pool is not None:
+            refuse_other_training(found.store, in_pool.order.claim, found.order.claim, f"the pool {path!r}")
         if isinstance(backend, DevdaxBackend):  # it has no room for a second pool beside the present one
             raise UnsupportedError(
                 f"The pool {path!r} is a device, and {found} is newer than what it holds. lightck makes pools in files "
@@ -75,6 +80,23 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
             "lightck: the pool %r cannot be used, and %s is there. To continue from it, move the pool away",
             path,
             newest,
+        )
+
+
+def warn_of_newer(path: str, stores: Sequence[Store], step: int, claim: Claim | None) -> None:
+    """Warn if a tier holds a later step of the same claim than the one that was restored: the pool held it too, so it
+    was not fetched, and then it was found damaged. ``step``, ``claim``: of what was restored."""
+    newest = None if claim is None else next(newest_of_all(stores, []), None)
+    if newest is not None and newest.order.claim == claim and newest.order.step > step:
+        log.warning(
+            "lightck: step %d of the pool %r is damaged, and the training continues from step %d. The %s is intact. To "
+            "continue there, end this training, and run: lightck copy %s NEW.pool --step %d (it says how to go on)",
+            newest.order.step,
+            path,
+            step,
+            newest,
+            shlex.quote(str(newest.store)),
+            newest.order.step,
         )
 
 
@@ -120,7 +142,10 @@ def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
 def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequence[Rejected]) -> None:
     for reason in rejected:
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
-    had = "was not there" if in_pool is None else f"held step {in_pool.order.step} of an older claim or incarnation"
+    had = "was not there"
+    if in_pool is not None:
+        is_same = in_pool.order[:2] == found.order[:2]
+        had = f"held step {in_pool.order.step}" + ("" if is_same else " of an older claim or incarnation")
     log.warning(
         "lightck: the pool %r %s, and was rebuilt from %s. Updates after that step, if there were any, are lost",
         path,

@@ -400,6 +400,8 @@ class Steps(StepListener):
                 will_close = self.boundary.closes_at(ClosingEvent.PRE_STEP) and self.commits.will_be_saved(
                     self.boundary.step
                 )
+                if will_close and self.boundary.n_optimizers > 1:
+                    self.capture.before_forward_of_next_step()
                 self.continuation.recorder.forward(inputs, will_close)
                 if not self.pipeline.is_idle:
                     self.commits.run(self.pipeline.forward_begins)
@@ -418,8 +420,9 @@ class Steps(StepListener):
             log.info(
                 "lightck: the model's forward hook does not fire (the model was compiled before attach, or the loop "
                 "calls only its submodules). So a step closes only when optimizer.step() is called for the next "
-                "update, and that call waits for the copy. To avoid the wait, iterate over session.loader(loader), or "
-                "call session.end_step() at the end of each iteration"
+                "update, and that call waits for the copy; and what the loop writes to buffers after optimizer.step() "
+                "is not in the step's checkpoint. To avoid both, iterate over session.loader(loader), or call "
+                "session.end_step() at the end of each iteration"
             )
 
     def forward_ended(self) -> None:

@@ -93,7 +93,9 @@ class TiersOfGroup:
 
         is_first = self._group.rank == 0
         drains, may_propose = self._drains, propose if is_first else None
-        schedule = GroupSchedule(self._tiers, interval, drains.newest_steps, drains.is_ready, may_propose)
+        schedule = GroupSchedule(
+            self._tiers, interval, drains.newest_steps, drains.newest_ages, drains.is_ready, may_propose
+        )
         agreement = StepAgreement(
             self._group.connect(), self._meeting.key, self._group.rank, self._group.world_size, schedule
         )

@@ -27,6 +27,7 @@ from lightck.state.local_tensors import (
 )
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import Part, part_of_live
+from lightck.state.removed_parameters import warn_of_removed
 from lightck.state.stand_ins import StandIn
 from lightck.state.storable import dtype_name, refuse_torchscript, refuse_undeclared_state, refuse_unstorable
 
@@ -400,6 +401,7 @@ class OptimizerView:
         self.optimizer = optimizer
         self._ids_of_all_params: set[int] = set()
         """Ids of the parameters that the optimizer has now or had earlier."""
+        self._has_warned_removed = False
         self.refresh(names)
 
     @property
@@ -422,6 +424,9 @@ class OptimizerView:
                 self.params.append((name, p))
             self.names.append(in_group)
         self._ids_of_all_params.update(id(p) for _, p in self.params)
+        if not self._has_warned_removed:
+            present = {id(p) for _, p in self.params}
+            self._has_warned_removed = warn_of_removed(self.optimizer, self._ids_of_all_params - present)
 
     def has_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last ``refresh``."""

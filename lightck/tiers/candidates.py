@@ -161,7 +161,8 @@ def _of_one_rank(
             except DamagedError as err:
                 of_rank = "" if writer.world_size == 1 else f"of rank {writer.rank}: "
                 reasons.append(f"{of_rank}{err}")
-    return sorted(found, key=lambda one: one[1].record.payload_generation, reverse=True), reasons
+    found.sort(key=lambda one: (one[1].record.payload_generation, listing.manifests[one[0]]), reverse=True)
+    return found, reasons
 
 
 def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:

@@ -192,6 +192,24 @@ def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
         raise _unreadable(store, claim, str(err)) from err
 
 
+def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: str) -> None:
+    """Raise ``TierClaimedError`` if the checkpoint of a tier, which says the claim ``in_tier``, and that of a pool are
+    of two trainings that both began anew: then none of them has replaced the other. (Both have one run id if the second
+    one claimed the tier before the first had sent anything.) If a claim is gone, or its path is cut, nobody knows."""
+    histories = []
+    for claim in (in_pool, in_tier):
+        content = claim_if_there(store, claim) if claim.number else None
+        if content is None or len(content.path) >= _PATH_MAX:
+            return
+        histories.append({claim, *(each.claim for each in content.path)})
+    if histories[0].isdisjoint(histories[1]):
+        raise TierClaimedError(
+            f"The tier {str(store)!r} and {pool} hold two trainings that both began anew (claims {in_tier} and "
+            f"{in_pool}): two jobs have used one tier. Nothing was changed. A tier holds one run: to continue from the "
+            "pool, give it another folder; to continue from the tier, name a pool that does not exist yet."
+        )
+
+
 def _unreadable(store: Store, claim: Claim, reason: str) -> TierError:
     return TierError(
         f"The claim {claim} in the tier {str(store)!r} cannot be read: {reason}. Without it lightck cannot say whether "

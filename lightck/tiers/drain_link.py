@@ -47,7 +47,6 @@ FAILING_SECONDS_MAX = 600.0
 """How long a tier may fail before an error is raised, and how long ``finish`` waits without any progress."""
 _SILENT_SECONDS = 10.0
 """When ``finish`` has waited so long, it says why."""
-_BEGIN_SECONDS_MAX = 2.0
 _ENDING_SECONDS = 0.05
 """How long the training waits for the end of a drain whose connection has ended."""
 _RESTART_PAUSE_SECONDS, _N_RESTARTS_MAX = 5.0, 5
@@ -108,6 +107,8 @@ class DrainLink:
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
         """What earlier drains of this session have done."""
+        self._written_at: list[float | None] = [None] * len(tiers)
+        """When the newest checkpoint of each tier was written, at the time of the claim."""
         self._must_finish = self._is_finished = self._is_left_alone = False
         """``_is_finished``: whether a drain has said after ``close`` that it is done; ``_is_left_alone``: whether
         ``close`` has not waited for that, because the grace period of a signal was over."""
@@ -140,6 +141,8 @@ class DrainLink:
         self._due.begin(claimed.newest, claimed.is_empty)
         self._states = [TierStats(tier.path, step) for tier, step in zip(self._tiers, claimed.newest, strict=True)]
         self._show()
+        now = time.time()
+        self._written_at = [None if age is None else now - age for age in claimed.ages]
         self._settings = DrainSettings(
             self._pool,
             claimed.claim,
@@ -167,6 +170,12 @@ class DrainLink:
         """For each tier the step of its newest checkpoint; None if it holds none."""
         return [each.step for each in self._states]
 
+    @property
+    def newest_ages(self) -> list[float | None]:
+        """For each tier how many seconds ago it got its newest checkpoint; None if it holds none."""
+        times = [each.sent_at or before for each, before in zip(self._states, self._written_at, strict=True)]
+        return [None if each is None else time.time() - each for each in times]
+
     def n_sent(self, number: int) -> int:
         """How many checkpoints a tier has got."""
         return self._states[number].checkpoints
@@ -186,10 +195,9 @@ class DrainLink:
         assert self._settings is not None, "the tiers are claimed"
         self._before, self._has_asked_for_first = list(self._states), False
         self.reports.drain_begins()
-        tiers = (
-            replace(tier, newest_step=each.step) for tier, each in zip(self._settings.tiers, self._states, strict=True)
-        )
-        self._handle = DrainHandle(replace(self._settings, tiers=tuple(tiers)))
+        found = zip(self._settings.tiers, self.newest_steps, self.newest_ages, strict=True)
+        tiers = tuple(replace(tier, newest_step=step, newest_age=age) for tier, step, age in found)
+        self._handle = DrainHandle(replace(self._settings, tiers=tiers))
         self._started_at = time.monotonic()
         for step, metrics in self._metrics.of_steps.items():
             self._handle.send({"metrics": metrics, "step": step})
@@ -198,14 +206,7 @@ class DrainLink:
         self._is_fresh_reported = not self._fresh_from
         self._report_fresh()
         if any(each.needs_specific_steps for each in self._tiers) and not self._place.is_fed:
-            self._wait_until_ready(self._handle)
-
-    @staticmethod
-    def _wait_until_ready(handle: DrainHandle) -> None:
-        """Wait a moment until the process has begun, so that no checkpoint is missed because it has not."""
-        until = time.monotonic() + _BEGIN_SECONDS_MAX
-        while handle.receive() and handle.state.is_busy and time.monotonic() < until:
-            handle.wait(0.1)
+            self._handle.wait_until_ready()
 
     # -- at each commit
 

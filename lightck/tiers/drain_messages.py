@@ -65,6 +65,8 @@ class TierSettings:
     """The time in which everything in the tier is read again; None: nothing is."""
     newest_step: int | None = None
     """The step of the newest checkpoint in the tier when the drain begins; None: there is none."""
+    newest_age: float | None = None
+    """How many seconds before that it was written; None: there is none."""
 
     @classmethod
     def of(cls, tier: Tier, *, has_parent: bool) -> TierSettings:

@@ -123,9 +123,8 @@ class DrainProcess:
         self._grace = 0.0
         """How long after its first signal this process ignores others, because they say the same."""
         self._signalled_at: float | None = None
-        began = time.monotonic()
         for each in self._outlets:
-            each.next_at = began + (each.settings.every_seconds or 0.0)
+            each.begin(time.monotonic())
 
     def run(self) -> None:
         """Serve the training until it ends."""
@@ -251,9 +250,7 @@ class DrainProcess:
         if due:
             self._send(due)
         for each in due:
-            each.lacks_first = False
-            if not each.n_failures:
-                each.next_at = now + (each.settings.every_seconds or 0.0)
+            each.served(now)
         if self._state.is_busy:
             self._state.is_busy = False
             self._report()

@@ -28,6 +28,7 @@ from lightck.tiers.drain_messages import (
 )
 
 _PROGRAM = f"from {DRAIN_MODULE} import main; main(0)"
+_BEGIN_SECONDS_MAX = 2.0
 _END_SECONDS = 2.0
 """How long a process that is done may take to end."""
 _connections: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
@@ -77,6 +78,12 @@ class DrainHandle:
     def wait(self, seconds: float) -> None:
         """Wait for a message, at most so long."""
         select.select([self._connection], [], [], seconds)
+
+    def wait_until_ready(self) -> None:
+        """Wait a moment until the process has begun, so that no checkpoint is missed because it has not."""
+        until = time.monotonic() + _BEGIN_SECONDS_MAX
+        while self.receive() and self.state.is_busy and time.monotonic() < until:
+            self.wait(0.1)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether the process has ended, after at most so many seconds."""

@@ -128,6 +128,11 @@ class Drains(CommitListener):
         """In a group: for each tier the step of its newest checkpoint; None if it holds none."""
         return self._links[0].newest_steps
 
+    @property
+    def newest_ages(self) -> list[float | None]:
+        """In a group: for each tier how many seconds ago it got its newest checkpoint; None if it holds none."""
+        return self._links[0].newest_ages
+
     def is_ready(self) -> bool:
         """In a group: whether the drain could take a checkpoint now. Called on any thread."""
         return self._links[0].is_ready()

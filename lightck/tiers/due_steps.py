@@ -1,4 +1,5 @@
-"""For which tiers a checkpoint is due by its step, and whether a tier needs exactly this checkpoint."""
+"""For which tiers a checkpoint is due by its step, and whether a tier needs exactly this checkpoint. When one is due by
+time."""
 
 from __future__ import annotations
 
@@ -30,6 +31,13 @@ def is_due(tier: Wishes, step: int, last: int) -> bool:
     """Return whether a multiple of ``every_steps`` lies above ``last`` and not above ``step``: then the checkpoint of
     the step is due. ``last``: the step of the last checkpoint that was due by its step, or lies in the tier."""
     return tier.every_steps is not None and step // tier.every_steps > last // tier.every_steps
+
+
+def seconds_until_due(every_seconds: float | None, age: float | None) -> float:
+    """Return in how many seconds a checkpoint is due by time. ``age``: the seconds since the newest one was sent, also
+    by an earlier process; None: none was. A clock that jumps changes the result by one period at most."""
+    every = every_seconds or 0.0
+    return every if age is None else min(max(every - age, 0.0), every)
 
 
 class DueSteps:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lightck.ranks.agreed_step import ACCEPTED, NOT_READY, PASSED, Proposal
+from lightck.tiers.due_steps import seconds_until_due
 from lightck.tiers.tier import Tier
 
 _LEAD_MIN = 4
@@ -47,13 +48,14 @@ class GroupSchedule:
         tiers: Sequence[Tier],
         interval: int,
         newest: Sequence[int | None],
+        ages: Sequence[float | None],
         is_ready: Callable[[], bool],
         propose: Callable[[Proposal], None] | None,
     ) -> None:
         """``interval``: updates from one checkpoint to the next. ``newest``: for each tier, the step of its newest
-        checkpoint. ``is_ready``: whether the drain of this rank could take a checkpoint. ``propose``: asks all ranks to
-        accept a proposal, whose items are the numbers of the tiers for which the checkpoint is due; None on all ranks
-        but rank 0."""
+        checkpoint. ``ages``: how many seconds ago each tier got its newest one. ``is_ready``: whether the drain of this
+        rank could take a checkpoint. ``propose``: asks all ranks to accept a proposal, whose items are the numbers of
+        the tiers for which the checkpoint is due; None on all ranks but rank 0."""
         self._tiers, self._interval, self._is_ready, self._propose = tiers, interval, is_ready, propose
         self._lock = threading.Lock()
         self._newest = 0
@@ -72,7 +74,8 @@ class GroupSchedule:
         """For each of the last checkpoints, the time since the one before, in seconds."""
         self._last = [step or 0 for step in newest]
         self._next_at = [
-            now if step is None else now + (tier.every_seconds or 0.0) for tier, step in zip(tiers, newest, strict=True)
+            now if step is None else now + seconds_until_due(tier.every_seconds, age)
+            for tier, step, age in zip(tiers, newest, ages, strict=True)
         ]
         self._is_empty = [step is None for step in newest]
 

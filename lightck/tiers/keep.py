@@ -39,6 +39,10 @@ from lightck.tiers.pin import Hold, Holds
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
 """Key in a file's metadata; its value identifies the pool."""
+_NUMBER = "lightck_kept_number"
+"""Key in a file's metadata; its value grows from one export of the pool to the next. A time would not, if a clock is
+set back."""
+_DIGITS_MAX = 18
 _STACKLEVEL = 7
 """Frames between the warning of ``warn_deprecated`` and the caller of ``attach``."""
 _HEADER_NBYTES_MAX = 100_000_000
@@ -117,6 +121,8 @@ class Retention(CommitListener):
         """Why the last export failed; None if it succeeded, or if none has ended yet."""
         self._is_reported = False
         """Whether ``raise_failure`` has raised ``_failure``."""
+        self._n_written: int | None = None
+        """The number of the newest export; None: it was not looked for yet."""
         self._pid = os.getpid()
         self._prepare()
 
@@ -137,7 +143,7 @@ class Retention(CommitListener):
         """Find the newest export of this pool in the folder whose step is not larger than ``step``, so that the next
         export is due after it. Raises ``KeepError`` if the folder cannot be read."""
         try:
-            self._last_begun = max((at for at, _ in self._own() if at <= step), default=0)
+            self._last_begun = max((at for at, _, _ in self._own() if at <= step), default=0)
         except OSError as err:
             raise self._folder_error(err) from err
         self._newest = step
@@ -233,14 +239,17 @@ class Retention(CommitListener):
 
     def _export(self, reader: PoolReader, record: CommitRecord) -> None:
         path = self._folder / f"step-{record.step:08d}.safetensors"
-        if os.path.lexists(path) and not self._is_own(path):
+        if os.path.lexists(path) and self._number_of(path) is None:
             raise ExportExistsError(
                 f"{str(path)!r} exists, was not exported by a training of this pool, and is not overwritten. Move it "
                 "away"
             )
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
-        chosen.metadata[_MARK] = self._mark
+        if self._n_written is None:
+            self._n_written = max((number for _, _, number in self._own()), default=0)
+        self._n_written += 1
+        chosen.metadata |= {_MARK: self._mark, _NUMBER: str(self._n_written)}
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
         if not stored.owns_slot():
             path.unlink()
@@ -252,24 +261,29 @@ class Retention(CommitListener):
         counts as the newest."""
         if self._keep.last is None:
             return
-        own = sorted((path for _, path in self._own()), key=lambda p: (p == written, p.stat().st_mtime_ns))
-        for path in own[: -self._keep.last]:
+        found = ((path == written, number, path.stat().st_mtime_ns, path) for _, path, number in self._own())
+        for *_, path in sorted(found)[: -self._keep.last]:
             path.unlink(missing_ok=True)
 
-    def _own(self) -> Iterator[tuple[int, Path]]:
-        """Yield (step, path) of every exported file of this pool in the folder."""
+    def _own(self) -> Iterator[tuple[int, Path, int]]:
+        """Yield (step, path, number) of every exported file of this pool in the folder."""
         for path in self._folder.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match and self._is_own(path):
-                yield int(match[1]), path
+            number = self._number_of(path) if match else None
+            if match and number is not None:
+                yield int(match[1]), path, number
 
-    def _is_own(self, path: Path) -> bool:
+    def _number_of(self, path: Path) -> int | None:
+        """Return the number of an export of this pool, 0 if an older release has written it; None for another file."""
         if path.is_symlink() or not path.is_file():
-            return False
+            return None
         try:
-            return _metadata(path).get(_MARK) == self._mark
+            metadata = _metadata(path)
         except (OSError, ValueError, RecursionError):  # the JSON of a foreign file may be nested too deeply
-            return False
+            return None
+        number = str(metadata.get(_NUMBER))
+        is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
+        return (int(number) if is_number else 0) if metadata.get(_MARK) == self._mark else None
 
 
 def _metadata(path: Path) -> dict[str, object]:

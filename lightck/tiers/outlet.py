@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 from lightck.errors import TierClaimedError, TierError
 from lightck.tiers.drain_messages import TierSettings, TierState
+from lightck.tiers.due_steps import seconds_until_due
 from lightck.tiers.names import ManifestName
 from lightck.tiers.rates import Pacer
 from lightck.tiers.tier_writer import TierWriter
+
+_LOOK_SECONDS = 1.0
+"""How long the process waits before it looks again, if a checkpoint is due and the training has saved none yet."""
 
 
 @dataclass
@@ -32,6 +36,17 @@ class Outlet:
     """Whether the first checkpoint was committed while this process could not take it. Then it is due now."""
     sent: tuple[int, Mapping[str, float] | None] | None = None
     """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
+
+    def begin(self, now: float) -> None:
+        """Plan when a checkpoint is due by time. What an earlier process has sent counts."""
+        self.next_at = now + seconds_until_due(self.settings.every_seconds, self.settings.newest_age)
+
+    def served(self, now: float) -> None:
+        """What is due was sent, or has failed, or was not there. ``now``: when that began."""
+        self.lacks_first = False
+        if not self.n_failures:
+            every = self.settings.every_seconds or 0.0
+            self.next_at = now + (min(every, _LOOK_SECONDS) if self.sent is None else every)
 
     def clear_failures(self) -> None:
         """Forget the failures: there is nothing left to try again."""

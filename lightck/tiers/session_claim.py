@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightck.errors import TierClaimedError
 from lightck.tiers.claiming import ResumePoint, claim_tiers, read_claim, release
-from lightck.tiers.decisions import complete
+from lightck.tiers.decisions import Listing, complete
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.store import Store
 
@@ -22,6 +22,8 @@ class Claimed(NamedTuple):
     """Whether there is no checkpoint at all."""
     has_parent: Sequence[bool]
     """Whether the checkpoint from which the training goes on is there."""
+    ages: Sequence[float | None]
+    """How many seconds before the claim the newest checkpoint was written; None: there is none."""
 
     def of_tiers(self, numbers: Sequence[int]) -> Claimed:
         """Return what it says of some of the tiers."""
@@ -30,6 +32,7 @@ class Claimed(NamedTuple):
             [self.newest[number] for number in numbers],
             [self.is_empty[number] for number in numbers],
             [self.has_parent[number] for number in numbers],
+            [self.ages[number] for number in numbers],
         )
 
 
@@ -60,10 +63,20 @@ def claim_for_session(stores: Sequence[Store], run: str, resume_point: ResumePoi
     if resume_point is not None:
         there = None if resume_point.claim is None else TierCheckpoint(resume_point.claim, resume_point.step)
         step = resume_point.step
-    whole = [complete(store.listing()) for store in stores]
+    listings = [store.listing() for store in stores]
+    whole = [complete(each) for each in listings]
     return Claimed(
         str(claim),
         [max((each.step for each in found if each.step <= step), default=None) for found in whole],
         [not found for found in whole],
         [there in found for found in whole],
+        [_newest_age(each) for each in listings],
     )
+
+
+def _newest_age(listing: Listing) -> float | None:
+    """Return how many seconds ago the newest complete checkpoint was written; None: there is none. The result is
+    negative if a clock was set back."""
+    newest = max(complete(listing), default=None)
+    times = [time for manifest, time in listing.manifests.items() if manifest.checkpoint == newest]
+    return listing.now - max(times) if times else None

@@ -71,7 +71,7 @@ class TierWriter:
     def use_own(self) -> None:
         """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
         ``TierError``."""
-        for name in self._store.listing().manifests:
+        for name in _oldest_first(self._store.listing()):
             manifest = self._read(name) if name.writer == self.writer else None
             if manifest is not None:
                 self._earlier.add(manifest)
@@ -177,7 +177,7 @@ class TierWriter:
     def _metrics_of(self, listing: Listing) -> Mapping[TierCheckpoint, Mapping[str, float]]:
         """Return the metrics of each checkpoint, if any are asked for."""
         if self._retention is not None and self._retention.keep_best is not None:
-            for manifest in listing.manifests:
+            for manifest in _oldest_first(listing):
                 if manifest not in self._objects_by_manifest:
                     try:
                         self._objects_of(manifest)
@@ -204,7 +204,12 @@ class TierWriter:
 
     def _remember(self, name: ManifestName, manifest: TierManifest) -> None:
         self._objects_by_manifest[name] = frozenset(each.name for each in manifest.objects)
-        self._metrics[name.checkpoint] = manifest.metrics
+        # A step is sent again if its metrics are logged after it was sent. So it can have several manifests.
+        self._metrics[name.checkpoint] = {**self._metrics.get(name.checkpoint, {}), **manifest.metrics}
+
+
+def _oldest_first(listing: Listing) -> list[ManifestName]:
+    return sorted(listing.manifests, key=lambda each: (listing.manifests[each], each))
 
 
 def _superseded(store: Store, claim: Claim) -> TierClaimedError:

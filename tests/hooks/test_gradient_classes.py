@@ -154,7 +154,7 @@ def test_a_parameter_with_the_id_of_another_begins_anew(one):
     weight, optimizer, training = one
     step(one, torch.ones(64))
     other = nn.Parameter(torch.zeros(64))
-    histories = training.capture._classes._histories
+    histories = training.capture._histories._histories
     histories[id(other)] = histories[id(weight)]  # as if its id were used again
     optimizer.param_groups[0]["params"] = [other]
     optimizer.state.clear()

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,21 @@ from lightck.errors import (
     TierError,
     UnsupportedError,
 )
+from lightck.pool.commit_log import candidates
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.reader import open_pool
 from lightck.ranks.directory import existing_pools
 from lightck.tiers import drain_link, drain_start
+from lightck.tiers.candidates import candidates_of
 from lightck.tiers.claiming import read_claim
+from lightck.tiers.copying import copy_from_tier
 from lightck.tiers.decisions import complete
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.names import Writer
 from lightck.tiers.tier_manifest import read_manifest
+from lightck.tiers.tier_writer import TierWriter
 from tiers.kills import children_of, is_running
+from tiers.small_tiers import age
 
 os.environ["LIGHTCK_TEST_OF"] = str(os.getpid())
 MARK = f"LIGHTCK_TEST_OF={os.getpid()}".encode()
@@ -128,6 +135,45 @@ def test_the_first_checkpoint_and_those_that_are_due_by_their_step_are_sent(tmp_
     assert steps_in(tmp_path / "tier") == [1, 3, 6, 8], "the newest one is sent at close"
 
 
+@pytest.mark.parametrize(("hours", "is_due"), [(2.0, True), (0.5, False)])
+def test_the_time_of_a_tier_does_not_begin_anew_at_a_restart(tmp_path, hours, is_due):
+    """A job that is killed whole every 50 minutes would never send anything."""
+    pool, tiers = tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every="1h")]
+    model, optimizer, session = attached(pool, tiers)
+    with session:
+        train(model, optimizer, 2)
+    age(tmp_path / "tier", hours)
+    model, optimizer, session = attached(pool, tiers, resume=True)
+    with session:
+        time.sleep(1.5)  # the drain finds nothing that this training has saved
+        train(model, optimizer, 1, start=2)
+        session.flush()
+        if is_due:
+            until(lambda: steps_in(tmp_path / "tier")[-1] == 3)
+            train(model, optimizer, 1, start=3)
+            session.flush()
+        time.sleep(1.5)
+        assert steps_in(tmp_path / "tier")[-1] == (3 if is_due else 2)
+
+
+def test_the_time_of_a_tier_does_not_begin_anew_with_a_new_drain(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every="1h")])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 2)
+        (link,) = session._steps.commits.participants.tiers._links
+        link._handle.state.tiers[0].sent_at -= 7200
+        os.kill(drains()[0], signal.SIGKILL)
+        until(lambda: not drains())
+        train(model, optimizer, 1, start=2)
+        session.flush()
+        until(lambda: session.stats().tiers[0].step == 3)
+        train(model, optimizer, 1, start=3)
+        session.flush()
+        time.sleep(1.5)
+        assert steps_in(tmp_path / "tier") == [1, 3]
+
+
 def test_the_first_checkpoint_is_sent_though_the_loop_calls_nothing_after_its_commit(tmp_path):
     """The drain has only begun then, and an epoch of evaluation may follow."""
     tier = tmp_path / "tier"
@@ -172,6 +218,24 @@ def test_each_tier_has_its_own_rate(tmp_path):
     assert steps_in(tmp_path / "often") == [1, 2, 3, 4, 5]
     assert steps_in(tmp_path / "rarely") == [1, 4, 5]
     assert len({*os.listdir(tmp_path / "often"), *os.listdir(tmp_path / "rarely")}) == 1, "one claim for both"
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        (4, "interval=4 saves only multiples of 4, so only multiples of 12 are sent. Pass a keep_every="),
+        ("auto", 'interval="auto" chooses which steps are saved, so some'),
+        (lightck.Auto(most=1), None),
+        (3, None),
+        (1, None),
+    ],
+)
+def test_a_keep_every_whose_steps_are_not_all_saved_is_reported_at_attach(tmp_path, caplog, interval, said):
+    tiers = [lightck.Tier(tmp_path / "tier", every="1h", keep_last=2, keep_every=6)]
+    _, _, session = attached(tmp_path / "run.pool", tiers, interval=interval)
+    session.close()
+    assert ("keep_every=6" in caplog.text) == (said is not None)
+    assert said is None or said in caplog.text
 
 
 def test_the_steps_of_keep_every_and_keep_best_are_sent(tmp_path):
@@ -690,6 +754,35 @@ def test_lightck_run_ends_after_the_drain_and_with_the_status_of_its_command(tmp
     assert lightck.recover(tier).step == lightck.recover(pool).step
 
 
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [('"$@"; true', 128 + signal.SIGTERM), ('"$@" & until test -e "$0"; do sleep 0.1; done', 0)],
+    ids=["shell killed", "shell ended"],
+)
+def test_lightck_run_passes_a_signal_on_to_a_training_that_its_shell_has_left_alone(tmp_path, script, status):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6, "1h", before=run_words("bash", "-c", script, tmp_path / "go")) as process:
+        process.stdout.readline()
+        until(lambda: lightck_step(pool) > 20)
+        (drain,) = drains()
+        trainer = int(Path(f"/proc/{drain}/stat").read_text().rpartition(")")[2].split()[1])
+        (shell,) = children_of(process.pid)
+        try:
+            if not status:
+                (tmp_path / "go").touch()
+                until(lambda: not is_running(shell))
+                time.sleep(0.5)
+                assert process.poll() is None, "it waits for the drain of a training that goes on"
+            process.terminate()
+            assert process.wait(timeout=30) == status
+            assert not is_running(trainer)
+            assert not drains()
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(trainer, signal.SIGKILL)
+    assert lightck.recover(tier).step == lightck.recover(pool).step
+
+
 def test_lightck_run_passes_signals_and_arguments_on(tmp_path):
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(sys.argv[1:]); "
     words = run_words(sys.executable, "-u", "-c", code + "signal.pause()", "--help", "-x")
@@ -729,6 +822,87 @@ open({str(count)!r}, "w").write(str(len(got)))
     finally:
         os.close(terminal)
     assert count.read_text() == "1"
+
+
+def test_the_best_stay_after_a_restart_if_their_metrics_were_logged_after_they_were_sent(tmp_path, monkeypatch):
+    """Such a step has two manifests, one of them without metrics, and a folder lists them in any order."""
+    tier = tmp_path / "tier"
+    listing = FolderStore.listing
+
+    def listed(store: FolderStore, is_newest_first: bool) -> Any:
+        found = listing(store)
+        order = sorted(found.manifests, key=lambda each: found.manifests[each], reverse=is_newest_first)
+        return replace(found, manifests={each: found.manifests[each] for each in order})
+
+    tiers = [lightck.Tier(tier, every=1, keep_last=2, keep_best=("loss", 2, "min"))]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        for loss in (1.0, 2.0, 3.0, 4.0):
+            trained(session, model, optimizer, 1)
+            session.log(loss=loss)
+            until(is_ready(session))
+    logged = {1: {"loss": 1.0}, 2: {"loss": 2.0}, 3: {"loss": 3.0}, 4: {"loss": 4.0}}
+    store = only_store(tier)
+    sent = reversed(list(candidates_of(store, store.listing(), None, [])))
+    assert {each.checkpoint.step: each.manifests[0].metrics for each in sent} == logged
+    claim = max(only_store(tier).listing().claims)
+    for is_newest_first in (False, True):
+        monkeypatch.setattr(FolderStore, "listing", lambda store, order=is_newest_first: listed(store, order))
+        writer = TierWriter(only_store(tier), Writer(claim, 0, 1), "test")
+        writer.use_own()
+        assert writer.sent() == logged
+
+
+def test_two_trainings_that_began_anew_in_one_tier_do_not_replace_each_other(tmp_path):
+    """Two jobs by mistake, which start at the same time: the second one claims before the first has sent anything."""
+    tiers = [lightck.Tier(tmp_path / "tier", every="1h")]
+    model, optimizer, session = attached(tmp_path / "a.pool", tiers, resume=True)
+    other, other_optimizer, other_session = attached(tmp_path / "b.pool", tiers, resume=True)
+    train(other, other_optimizer, 2)
+    other_session.close()
+    train(model, optimizer, 4)
+    with pytest.raises(TierClaimedError, match="Another process has claimed"):
+        session.close()
+    before = (tmp_path / "a.pool").read_bytes()
+    with pytest.raises(TierClaimedError, match="two trainings that both began anew"):
+        attached(tmp_path / "a.pool", tiers, resume=True)
+    assert (tmp_path / "a.pool").read_bytes() == before
+
+
+def test_a_damaged_newest_checkpoint_of_the_pool_that_a_tier_holds_is_named(tmp_path, caplog):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        trained(session, model, optimizer, 3)
+    with closing(open_pool(str(pool))) as reader:
+        newest = max(candidates(reader.commit_log()), key=lambda record: record.step)
+        at, _ = reader.checkpoint(newest).range_of("model/0.weight", 0, 64)
+    data = bytearray(pool.read_bytes())
+    data[at] ^= 1
+    pool.write_bytes(data)
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 2
+    assert f"lightck copy {tier} NEW.pool --step 3" in caplog.text
+
+
+def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_path):
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
+    with session:
+        trained(session, model, optimizer, 3)
+    done = copy_from_tier(tier, tmp_path / "two.pool", step=2, progress=_progress)
+    assert "lightck.recover(POOL, model, optimizer), then attach(POOL, tiers=...) without resume=True" in str(done)
+    assert not copy_from_tier(tier, tmp_path / "three.pool", step=3, progress=_progress).rejected
+    model = net(64)
+    optimizer = adam(model)
+    lightck.recover(tmp_path / "two.pool", model, optimizer)
+    tiers = [lightck.Tier(tier, every=1)]
+    with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers) as session:
+        assert session.step == 2
+        train(model, optimizer, 1, start=2)
+    with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers, resume=True) as session:
+        assert session.step == 3
 
 
 # -- the newest of pool and tiers

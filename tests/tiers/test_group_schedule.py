@@ -24,12 +24,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def schedule_of(
-    *tiers: lightck.Tier, interval: int = 1, newest: Sequence[int | None] = (), is_ready: bool = True
+    *tiers: lightck.Tier,
+    interval: int = 1,
+    newest: Sequence[int | None] = (),
+    ages: Sequence[float | None] = (),
+    is_ready: bool = True,
 ) -> tuple[GroupSchedule, list[Proposal]]:
-    """A schedule of rank 0, and what it has proposed."""
+    """A schedule of rank 0, and what it has proposed. ``ages``: as if everything was sent just now, if not given."""
     proposed: list[Proposal] = []
     steps = list(newest) or [None] * len(tiers)
-    return GroupSchedule(tiers, interval, steps, lambda: is_ready, proposed.append), proposed
+    ages = list(ages) or [None if step is None else 0.0 for step in steps]
+    return GroupSchedule(tiers, interval, steps, ages, lambda: is_ready, proposed.append), proposed
 
 
 def run(schedule: GroupSchedule, clock: Clock, first: int, last: int, seconds: float = 1.0) -> None:
@@ -62,6 +67,18 @@ def test_the_faster_the_steps_the_further_ahead_it_plans(clock):
     run(fast, clock, 101, 101, seconds=0.001)
     (plan,) = of_fast
     assert plan.step - 101 > 10 * (of_slow[0].step - 1)
+
+
+@pytest.mark.parametrize(("age", "seconds"), [(1000.0, 2600), (9000.0, 0), (0.0, 3600), (-9000.0, 3600)])
+def test_the_time_of_a_tier_goes_on_after_a_restart(clock, age, seconds):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"), newest=[7], ages=[age])
+    if seconds:
+        clock.now += seconds - 10
+        run(schedule, clock, 8, 8)
+        assert not proposed
+        clock.now += 9
+    run(schedule, clock, 9, 10)
+    assert len(proposed) == 1
 
 
 def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clock):

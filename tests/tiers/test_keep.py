@@ -102,6 +102,25 @@ def test_last_bounds_the_number_of_files(pool, to):
     assert names(to) == [file(to, step).name for step in (6, 8)]
 
 
+@pytest.mark.parametrize("are_numbered", [True, False])
+def test_the_files_that_were_written_last_stay_though_the_clock_was_ahead_before(pool, to, are_numbered):
+    keep = lightck.Keep(every=2, last=2, to=to)
+    model, optimizer, session = started(pool, keep)
+    run(model, optimizer, session, 4)
+    session.close()
+    for path in to.iterdir():
+        if not are_numbered:  # as an older release writes them
+            with safe_open(path, "pt") as there:
+                metadata = {key: value for key, value in there.metadata().items() if key != "lightck_kept_number"}
+            safetensors.torch.save_file(safetensors.torch.load_file(path), path, metadata)
+        os.utime(path, (time.time() + 3600,) * 2)
+    model = net(seed=1)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, keep=keep) as session:
+        run(model, optimizer, session, 6, start=4)
+    assert names(to) == [file(to, step).name for step in (8, 10)]
+
+
 def test_all_has_the_optimizer_too(pool, to):
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to, what="all"))
     train(model, optimizer, 2)
