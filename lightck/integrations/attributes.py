@@ -6,7 +6,7 @@ those that differ, or that an earlier run changed. ``restore`` sets them.
 Invariant: what the training has not changed is not saved, so a restart may give such attributes other values.
 
 Failure cases: a changed attribute that cannot be saved (it holds other objects, or more than ``MOST_ITEMS`` values or
-``MOST_BYTES`` bytes of tensors) is named in one warning.
+``MOST_BYTES`` bytes of tensors and texts) is named in one warning.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MOST_ITEMS = 20_000
 MOST_BYTES = 1 << 26
 MOST_SEEN = 50
 """Of a value that cannot be saved, only this number of items or attributes is watched for changes."""
+_SAVED_ELSEWHERE = frozenset({"Trainer", "TrainerState", "TrainerControl"})
+"""Names of classes of the frameworks. Their objects change at each step, and what matters of them is saved."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LISTS = (list, tuple, deque)
 _DICTS = (dict, OrderedDict, Counter)
@@ -131,7 +133,8 @@ def _mark_of_object(value: Any, depth: int = 3) -> object:
         return id(value), bytes(value.get_state().numpy())
     if isinstance(value, torch.nn.Module):
         return id(value), getattr(value, "_update_count", None)
-    if depth == 0 or isinstance(value, (type, torch.Tensor)):
+    is_saved_elsewhere = any(one.__name__ in _SAVED_ELSEWHERE for one in type(value).__mro__)
+    if depth == 0 or is_saved_elsewhere or isinstance(value, (type, torch.Tensor)):
         return id(value)
     if isinstance(value, dict):
         inner = list(value.values())
@@ -154,6 +157,7 @@ def _mark_of(value: Any, budget: list[int]) -> object:
         budget[1] -= value.nbytes
         mark: object = TensorMark(value)
     elif kind in _PLAIN:
+        budget[1] -= len(value) if kind in (str, bytes) else 0
         mark = (kind, value if value == value else "nan")
     elif kind in _LISTS:
         mark = (kind, tuple(_mark_of(one, budget) for one in value))
@@ -186,11 +190,11 @@ def _plain(value: Any) -> Any:
 
 def filled(present: Any, saved: Any) -> Any:
     """Return the saved value. If the present value is a container of the same kind, it is emptied and filled, so that a
-    ``defaultdict`` stays one. A tensor goes to the device of the present one."""
+    ``defaultdict`` stays one, also inside another. A tensor goes to the device of the present one."""
     if isinstance(present, dict) and isinstance(saved, dict):
-        before = dict(present)
+        before, make = dict(present), getattr(present, "default_factory", None) or (lambda: None)
         present.clear()
-        present.update({key: filled(before.get(key), value) for key, value in saved.items()})
+        present.update({key: filled(before[key] if key in before else make(), one) for key, one in saved.items()})
         return present
     if isinstance(present, (list, deque)) and isinstance(saved, list):
         present.clear()

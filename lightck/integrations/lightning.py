@@ -50,6 +50,13 @@ from lightck.integrations.lightning_results import USED_OF_CONNECTOR  # noqa: E4
 
 VERSIONS = ((2, 5), (3, 0))
 """The first supported release of Lightning, and the first that is not known."""
+_USED_OF_CHECKPOINT_CONNECTOR = (
+    "resume_start",
+    "_ckpt_path",
+    "_loaded_checkpoint",
+    "_user_managed",
+    "_hpc_resume_path",
+)
 _USED_OF_FIT_LOOP = (
     "_load_combined_loader_states",
     "_combined_loader",
@@ -250,7 +257,8 @@ def _refuse_release(trainer: Any) -> None:
         )
     loop = trainer.fit_loop
     used = (
-        (trainer, ("ckpt_path", "_logger_connector", "num_sanity_val_steps")),
+        (trainer, ("ckpt_path", "_logger_connector", "_checkpoint_connector", "num_sanity_val_steps")),
+        (trainer._checkpoint_connector, _USED_OF_CHECKPOINT_CONNECTOR),
         (loop, _USED_OF_FIT_LOOP),
         (loop.epoch_loop, _USED_OF_EPOCH_LOOP),
         (loop.epoch_loop.val_loop, _USED_OF_VAL_LOOP),

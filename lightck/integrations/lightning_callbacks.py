@@ -12,8 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("lightck")
-_OF_MODEL_CHECKPOINT = ("current_score", "best_model_path", "_last_global_step_saved", "_last_checkpoint_saved")
-"""Attributes that ``ModelCheckpoint.load_state_dict`` does not set."""
+_OF_MODEL_CHECKPOINT = (
+    "current_score",
+    "best_model_path",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",  # since Lightning 2.6
+)
+"""Attributes that ``ModelCheckpoint.load_state_dict`` does not set. Some releases do not have all of them."""
 
 
 def saved(trainer: Any, ours: Any) -> list[list[Any]]:
@@ -40,7 +46,8 @@ def restore(trainer: Any, states: list[list[Any]]) -> None:
         if one[1]:
             callback.load_state_dict(dict(one[1]))
         for name, value in one[2].items():
-            setattr(callback, name, value)
+            if _is_checkpoint(callback, name):
+                setattr(callback, name, value)
     if left:
         log.warning(
             "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
@@ -51,6 +58,15 @@ def restore(trainer: Any, states: list[list[Any]]) -> None:
 
 def _is_checkpoint(callback: Any, name: str) -> bool:
     return hasattr(callback, "best_k_models") and hasattr(callback, name)
+
+
+def early_stops(trainer: Any) -> list[tuple[Any, Any]]:
+    """Return what each ``EarlyStopping`` says of its last stop. It differs after another stop."""
+    return [
+        (one.stopped_epoch, getattr(one, "stopping_reason_message", None))
+        for one in trainer.callbacks
+        if any(kind.__name__ == "EarlyStopping" for kind in type(one).__mro__)
+    ]
 
 
 def write_again(trainer: Any, closed_at: float) -> None:

@@ -10,7 +10,9 @@ How a fit goes:
                         the checkpoint, and each loader is replaced by one that iterates over ``session.loader``
     next() of a batch   closes the step before: its log, validation and files are done. The first ``next()`` restores
                         again what hooks at the beginning of a run may have overwritten
-    the end of the fit  ``session.close(done=True)``, after all ``on_train_end`` hooks
+    the end of the fit  ``session.close(done=True)``, after all ``on_train_end`` hooks. If a request to stop has ended
+                        it (``should_stop``), the training is not finished: the last step is dropped, so that the pool
+                        holds a moment before the hooks at the end, and the next start goes on from there
 
 Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``): that between two
 batches. Lightning's own rules for a restart, which guess at which hook a checkpoint was made, are not used. If the
@@ -41,6 +43,7 @@ from lightck.errors import (
     UnsupportedError,
 )
 from lightck.integrations import lightning_callbacks as callbacks
+from lightck.integrations import lightning_files as files
 from lightck.integrations import lightning_loggers as loggers
 from lightck.integrations import lightning_loops as loops
 from lightck.integrations import lightning_results as results
@@ -80,7 +83,8 @@ class Progress:
             "loops": loops.saved(trainer.fit_loop),
             "batches_of_an_epoch": fit.n_batches if pending is None else pending["batches_of_an_epoch"],
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
-            "should_stop": bool(trainer.should_stop),
+            "should_stop": bool(trainer.should_stop) if pending is None else pending["should_stop"],
+            "limits": loops.limits(trainer.fit_loop) if pending is None else pending["limits"],
             "accumulate_grad_batches": fit.batches_per_update,
             "in_eval": fit.eval_modules,
             "validation_generators": fit.validation_generators(),
@@ -109,7 +113,7 @@ class Progress:
         loops.restore(loop, state["loops"])
         fit.seen_batches = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.seen_batches)
-        trainer.should_stop = state["should_stop"]
+        trainer.should_stop = state["should_stop"] and not loops.are_raised(loop, state["limits"])
         fit.saved_generator_states = state["validation_generators"]
         fit.started_loaders |= set(state["evaluated"])
         callbacks.restore(trainer, state["callbacks"])
@@ -140,6 +144,9 @@ class Fit:
         for number, one in enumerate(trainer.callbacks):
             if one is not callback and type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
                 self.attributes[f"callback {number}"] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+        for name, one in results.metrics_of(module):
+            saved_or_known = results.known_of_metric(one) | _assigned_by_packages(type(one))
+            self.attributes[f"metric {name}"] = ChangedAttributes(one, saved_or_known)
         loop = trainer.fit_loop
         for name, owner, names in (("limits", loop, _LIMITS), ("limits of an epoch", loop.epoch_loop, _LIMITS)):
             self.attributes[name] = ChangedAttributes(owner, only=names)
@@ -163,6 +170,8 @@ class Fit:
         """Whether the loader of the training has said that its last pass has ended."""
         self._goes_on_in_epoch = False
         """Whether the loaded checkpoint lies inside an epoch."""
+        self._early_stops: list[tuple[Any, Any]] = []
+        """What the ``EarlyStopping`` callbacks said of their last stop when this fit began."""
         self._n_ended = 0
         """Number of batches of this process whose step ``end_step()`` has ended (manual optimization)."""
 
@@ -181,6 +190,8 @@ class Fit:
             if isinstance(one, DataLoader):
                 one._lightck_restores_draw = True  # ValidationLoader undoes the draw when the workers start again
         self._replace(self.module, "_lightck_restores_attributes", lambda _: True)
+        connector = trainer._checkpoint_connector
+        self._replace(connector, "resume_start", lambda start: functools.partial(self._read_file, start))
         self._replace(loop, "run", lambda run: functools.partial(self._run, run))
         self._replace(loop, "_load_combined_loader_states", lambda load: functools.partial(self._loaders_made, load))
         self._replace(loop, "on_run_end", lambda end: functools.partial(self._fitted, end))
@@ -273,6 +284,7 @@ class Fit:
             resume=self.found is not None,
             **options,
         )
+        self._early_stops = callbacks.early_stops(trainer)
         if not (self.session.done and trainer.fit_loop.done):
             self._wrap_loaders()
             return
@@ -281,6 +293,12 @@ class Fit:
             self.path,
             self.session.step,
         )
+
+    def _read_file(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Read the file of ``ckpt_path``. Nothing of it is restored yet."""
+        start(*args, **kwargs)
+        if self.found is not None:
+            files.drop_loaded(self.trainer, self.path, loops.global_step(self.found["loops"]))
 
     def _prefer_ckpt_path(self) -> None:
         """If the user asked for a checkpoint of Lightning (``ckpt_path``), go on from that, and let the pool begin
@@ -437,8 +455,24 @@ class Fit:
     def _fitted(self, end: Callable[[], None]) -> None:
         end()
         assert self.session is not None
+        if self._was_stopped():
+            log.warning(
+                "lightck: a request to stop (should_stop) has ended this fit after step %d, before max_epochs and "
+                "max_steps. The training is not declared finished: the next start makes this step again, and goes on",
+                self.session.step,
+            )
+            self.session.abandon()
+            return
         self._end_pass()
         self.session.close(done=True)
+
+    def _was_stopped(self) -> bool:
+        """Whether somebody has asked this fit to stop, other than ``EarlyStopping``, before it reached its limits."""
+        assert self.session is not None
+        trainer = self.trainer
+        if not trainer.should_stop or self.session.done or loops.are_reached(trainer.fit_loop):
+            return False
+        return callbacks.early_stops(trainer) == self._early_stops
 
     def _end_pass(self) -> None:
         """If the last batch of the pass was given, ask for one more, so that the session sees the end of the pass.

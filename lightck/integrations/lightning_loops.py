@@ -34,6 +34,23 @@ def global_step(counters: bytes) -> int:
     return int(automatic or loops["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"])
 
 
+def limits(fit_loop: Any) -> list[int]:
+    """Return the numbers of epochs and of updates after which the training ends; -1: no limit."""
+    return [-1 if one is None else int(one) for one in (fit_loop.max_epochs, fit_loop.max_steps)]
+
+
+def are_raised(fit_loop: Any, before: list[int]) -> bool:
+    """Whether a limit is larger than it was."""
+    pairs = zip(limits(fit_loop), before, strict=True)
+    return any(then != -1 and (now == -1 or now > then) for now, then in pairs)
+
+
+def are_reached(fit_loop: Any) -> bool:
+    """Whether the training has reached one of its limits."""
+    done = (fit_loop.epoch_progress.current.processed, fit_loop.epoch_loop.global_step)
+    return any(limit != -1 and n >= limit for n, limit in zip(done, limits(fit_loop), strict=True))
+
+
 def _collect(loop: Any, prefix: str, found: dict[str, Any]) -> None:
     if prefix:
         found[prefix + _STATE] = loop.on_save_checkpoint()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lightck.integrations.attributes import assigned_in
+
 log = logging.getLogger("lightck")
 _FLAGS_OF_LOG = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _META = ("fx", "name", *_FLAGS_OF_LOG, "dataloader_idx", "metric_attribute")
@@ -40,7 +42,7 @@ def saved(trainer: Any) -> dict[str, Any]:
         "sums": [_sums(metric) for _, metric in kept],
         "last": {name: dict(getattr(connector, name)) for name in _LAST_VALUES},
         "flags": {name: getattr(connector, name) for name in _FLAGS},
-        "objects": {name: _metric_state(one) for name, one in _objects(trainer)},
+        "objects": {name: _metric_state(one) for name, one in metrics_of(trainer.lightning_module)},
     }
 
 
@@ -55,15 +57,22 @@ def restore(trainer: Any, value: dict[str, Any]) -> None:
         setattr(connector, name, {key: _on(device, one) for key, one in values.items()})
     for name, flag in value["flags"].items():
         setattr(connector, name, flag)
-    for name, one in _objects(trainer):
+    for name, one in metrics_of(trainer.lightning_module):
         if name in value["objects"]:
             for attribute, state in value["objects"][name].items():
                 setattr(one, attribute, _on(one.device, state))
 
 
-def _objects(trainer: Any) -> list[tuple[str, Any]]:
+def metrics_of(module: Any) -> list[tuple[str, Any]]:
     """Return name and object of each metric (of torchmetrics) that is a part of the module."""
-    return [(name, one) for name, one in trainer.lightning_module.named_modules() if hasattr(one, "_defaults")]
+    return [(name, one) for name, one in module.named_modules() if hasattr(one, "_defaults")]
+
+
+def known_of_metric(metric: Any) -> set[str]:
+    """Return the names of the attributes of a metric that this file saves, or that the code of all metrics assigns. A
+    metric may have others that its updates change, as the extremes of ``MinMaxMetric``."""
+    bases = [one for one in type(metric).__mro__ if one.__module__ == "torchmetrics.metric"]
+    return set(metric._defaults).union(*map(assigned_in, bases))
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:

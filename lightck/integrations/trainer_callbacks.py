@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import transformers
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerCallback
+
+from lightck.integrations.attributes import ChangedAttributes
 
 log = logging.getLogger("lightck")
 
@@ -16,61 +19,94 @@ class CallbackStates:
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
-        self._own: list[tuple[TrainerCallback, dict[str, object]]] = []
-        """Callbacks of the user whose state is not saved, with their plain attributes at attach."""
+        self._own: list[tuple[TrainerCallback, ChangedAttributes]] = []
+        """Callbacks of the user whose state is not saved, with their attributes."""
+        self._restored = "[]"
+        """The states of the run before, as JSON."""
+        self._resumed_at = -1
+        self._new: list[Any] = []
+        """Callbacks that the run before did not have."""
+        self._patience: list[int] = []
+        """What the ``EarlyStoppingCallback``s had counted when the run began."""
+        self._warned: set[tuple[int, str]] = set()
+        """Number of the callback, and name of the attribute, that a warning has named."""
 
     def _exportable(self) -> list[Any]:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def states(self) -> list[list[Any]]:
-        """Return name of the class and state, for each callback that has one."""
-        return [[type(one).__name__, one.state()] for one in self._exportable()]
+        """Return name of the class and state, for each callback that has one. At the step of the resume, those that are
+        new are left out, so that this is what was restored."""
+        new = self._new if self._trainer.state.global_step == self._resumed_at else []
+        return [[type(one).__name__, one.state()] for one in self._exportable() if one not in new]
 
-    def restore(self, states: list[list[Any]]) -> None:
-        """Set the attributes that were saved. Callbacks of one class are identified by their order."""
-        left = list(states)
+    def restore(self, states: str) -> None:
+        """Set the attributes that were saved (``states`` as JSON). Callbacks of one class are identified by their
+        order."""
+        self._name_new()
+        self._restored, self._resumed_at = states, self._trainer.state.global_step
+        if left := self.restore_again():
+            log.warning(
+                "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
+                "callback",
+                left[0],
+            )
+
+    def restore_again(self) -> list[str]:
+        """Restore them again, because hooks may have overwritten the restored values. Returns the names of callbacks
+        that this Trainer does not have."""
+        left, self._new = json.loads(self._restored), []
         for callback in self._exportable():
             saved = next((one for one in left if one[0] == type(callback).__name__), None)
             if saved is None:
+                self._new.append(callback)
                 continue
             left.remove(saved)
             for name, value in saved[1].get("attributes", {}).items():
                 setattr(callback, name, value)
-        if left:
-            log.warning(
-                "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
-                "callback",
-                left[0][0],
-            )
+        return [one[0] for one in left]
 
     def watch(self) -> None:
-        """Remember what user's callbacks have as plain attributes."""
+        """Remember what user's callbacks have as attributes."""
         self._own = [
-            (one, _plain_attributes(one))
+            (one, ChangedAttributes(one))
             for one in self._trainer.callback_handler.callbacks
             if not isinstance(one, ExportableState) and _is_of_user(one)
         ]
+        for _, attributes in self._own:
+            attributes.watch()
+        self._patience = [one.early_stopping_patience_counter for one in self._early_stopping()]
+
+    def has_stopped_early(self) -> bool:
+        """Whether an ``EarlyStoppingCallback`` has lost its patience in this run."""
+        counts = zip(self._early_stopping(), self._patience, strict=False)
+        return any(one.early_stopping_patience <= one.early_stopping_patience_counter != n for one, n in counts)
+
+    def _early_stopping(self) -> list[EarlyStoppingCallback]:
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
 
     def warn_of_changes(self) -> None:
-        """Warn once of each callback that has changed, because its changes are not saved."""
-        for one in list(self._own):
-            callback, before = one
-            now = _plain_attributes(callback)
-            changed = [name for name, value in now.items() if name not in before or before[name] != value]
-            if changed:
-                self._own.remove(one)
+        """Warn once of each attribute that has changed, because its changes are not saved. (``changed`` itself names
+        those that are no plain values.)"""
+        for number, (callback, attributes) in enumerate(self._own):
+            new = {name for name in attributes.changed() if (number, name) not in self._warned}
+            self._warned |= {(number, name) for name in new}
+            for name in sorted(new):
                 log.warning(
                     "lightck: the callback %s changes its attribute %r while it trains, and a resume would not know "
                     "it. Let the class inherit transformers.trainer_callback.ExportableState too: lightck saves what "
                     "its state() returns",
                     type(callback).__name__,
-                    changed[0],
+                    name,
                 )
+
+    def _name_new(self) -> None:
+        """Give each callback that has a state a place in the Trainer's own state. A callback that the run before did
+        not have has none there, and the Trainer needs it when it saves a checkpoint of its own."""
+        known: Any = self._trainer.state.stateful_callbacks
+        for callback in self._exportable():
+            known.setdefault(type(callback).__name__, callback.state())
 
 
 def _is_of_user(callback: object) -> bool:
     return type(callback).__module__.partition(".")[0] not in ("transformers", "trl", "peft", "lightck")
-
-
-def _plain_attributes(callback: object) -> dict[str, object]:
-    return {name: value for name, value in vars(callback).items() if isinstance(value, (int, float, str, bool))}

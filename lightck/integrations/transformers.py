@@ -12,9 +12,13 @@ How a run goes:
                         at which it goes on. It loads nothing else from the folder: model, optimizer, scheduler and
                         random states come from the pool
     on_train_begin      ``lightck.attach``: optimizer and scheduler exist, and no batch was fetched. Then sums and
-                        counters of the Trainer are set as they were
+                        counters of the Trainer are set as they were. What hooks at the beginning of a run or of an
+                        epoch may have overwritten is restored again after these hooks
     next() of a batch   closes the step before: its log, evaluation and save are done
-    the end of the loop ``session.close(done=True)``, before the Trainer loads its best model into the trained one
+    the end of the loop ``session.close(done=True)``, before the Trainer loads its best model into the trained one. If a
+                        request to stop has ended it (``should_training_stop``), the training is not finished: the last
+                        step is dropped, so that the pool holds a moment before the hooks at the end, and the next start
+                        goes on from there
 
 Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``). If the process
 is killed inside an evaluation or a save, the step is made again, and the evaluation or save is repeated.
@@ -25,6 +29,7 @@ changes between the first look and the attach: ``SessionError``, and nothing was
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -36,6 +41,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 import lightck
@@ -59,9 +65,10 @@ except ImportError as err:
 from lightck.integrations.loaders import EvaluationLoader
 from lightck.integrations.newest import newest_of_training
 from lightck.integrations.replacing import replace
-from lightck.integrations.trainer_attributes import TrainerAttributes, assigned_by_transformers
+from lightck.integrations.trainer_attributes import assigned_by_transformers, attributes_of
 from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import TrainLoader, skipping
+from lightck.integrations.trainer_state import EncodedState
 
 log = logging.getLogger("lightck")
 STATE_NAME = "trainer"
@@ -193,21 +200,20 @@ class Progress:
 
     def __init__(self, owner: TrainerSession) -> None:
         self._owner = owner
-        self._encoded: list[str] = []
-        """The entries of the log history as JSON, each encoded once."""
-        self._last: object = None
-        """The entry that was encoded last."""
-        self._loaded: tuple[int, int, bytes] | None = None
-        """(step, number of entries of the log, bytes that were loaded). While step and number are as at the load, these
-        bytes are saved again, because the Trainer has meanwhile set max_steps anew."""
+        self._encoded = EncodedState()
+        self._loaded: tuple[int, bool] | None = None
+        """(step, whether the run before was stopped at this step), as loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         owner, trainer = self._owner, self._owner.trainer
         owner.callbacks.warn_of_changes()
+        is_stopped = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
+        if self._loaded is not None and self._loaded[0] == trainer.state.global_step:
+            is_stopped = self._loaded[1]
         return {
-            "trainer_state": self._trainer_state(trainer.state),
+            "trainer_state": self._encoded.of(trainer.state),
             "callbacks": json.dumps(owner.callbacks.states()),
-            "attributes": json.dumps(owner.attributes.changed()),
+            "attributes": owner.attributes.changed(),
             "epoch": owner.epoch,
             "updates_before_epoch": owner.updates_before_epoch,
             "updates_per_epoch": owner.updates_per_epoch,
@@ -217,7 +223,7 @@ class Progress:
             "current_flos": trainer.current_flos,
             "initial_global_step": getattr(trainer, "_initial_global_step", 0),  # earlier releases have none
             "seconds": owner.seconds,
-            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
+            "stopped": is_stopped,
             "epoch_was_cut": owner.epoch_was_cut,
             "evaluated": sorted(owner.started_loaders),
         }
@@ -231,33 +237,20 @@ class Progress:
                 "was trained. Call train() again."
             )
         trainer.state.log_history = own["log_history"]
-        self._loaded = own["global_step"], len(own["log_history"]), state["trainer_state"]
+        self._encoded.load(own["global_step"], len(own["log_history"]), state["trainer_state"])
         trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]
         trainer.current_flos = state["current_flos"]
         if hasattr(trainer, "_initial_global_step"):
             trainer._initial_global_step = state["initial_global_step"]
-        trainer.control.should_training_stop = state["stopped"]
+        self._loaded = own["global_step"], state["stopped"]
+        is_longer = trainer.state.max_steps > own["max_steps"]
+        trainer.control.should_training_stop = state["stopped"] and not is_longer
         owner.epoch_was_cut, owner.started_loaders = state["epoch_was_cut"], set(state["evaluated"])
         owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
-        owner.callbacks.restore(json.loads(state["callbacks"]))
-        owner.attributes.restore(json.loads(state["attributes"]))
-
-    def _trainer_state(self, state: TrainerState) -> bytes:
-        """Return ``trainer_state.json``, as the Trainer would write it. The log history grows at each step, so what was
-        encoded before is used again."""
-        history = state.log_history
-        if self._loaded is not None and self._loaded[:2] == (state.global_step, len(history)):
-            return self._loaded[2]
-        if len(history) < len(self._encoded) or (self._encoded and history[len(self._encoded) - 1] is not self._last):
-            self._encoded.clear()
-        for entry in history[len(self._encoded) :]:
-            self._encoded.append(json.dumps(entry))
-            self._last = entry
-        fields = {name: getattr(state, name) for name in state.__dataclass_fields__ if name != "log_history"}
-        rest = json.dumps(fields)
-        return f'{rest[:-1]}, "log_history": [{", ".join(self._encoded)}]}}'.encode()
+        owner.callbacks.restore(state["callbacks"])
+        owner.attributes.restore(state["attributes"])
 
 
 class _Callback(TrainerCallback):
@@ -291,15 +284,19 @@ class TrainerSession:
         self.epoch, self.updates_before_epoch = 0, 0
         """The Trainer's epoch, and how many updates were made before it. The Trainer computes them from the length of
         its loader, and a loader of an iterable dataset has none."""
+        self._restored_groups: list[dict[str, Any]] = []
+        """The hyperparameters of the optimizer after a resume."""
         self.updates_per_epoch: int | None = None
         """None: the loader has no length."""
         self.callbacks = CallbackStates(trainer)
-        self.attributes = TrainerAttributes(trainer)
+        self.attributes = attributes_of(trainer)
         self._resume, self._options = resume, dict(options)
         self._session_loader: Any = None
         self._progress = Progress(self)
         self._folder: str | None = None
         """Holds ``trainer_state.json`` while a resumed ``train()`` runs."""
+        self._step_of_epoch = 0
+        """Number of updates before this run's part of the present epoch."""
         self._began, self._seconds_before = 0.0, 0.0
 
     def __repr__(self) -> str:
@@ -416,7 +413,6 @@ class TrainerSession:
         trainer, is_resumed = self.trainer, self._folder is not None
         self._session_loader, self.begins_epoch = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
-        self.attributes.watch()
         with ExitStack() as stack:
             replace(stack, trainer, "get_train_dataloader", lambda get: lambda: TrainLoader(get(), self))
             if trainer.args.dataloader_persistent_workers:
@@ -425,12 +421,14 @@ class TrainerSession:
                 )
             replace(stack, trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
             replace(stack, trainer, "_init_training_state", lambda init: functools.partial(self._init_state, init))
+            replace(stack, trainer.callback_handler, "on_train_begin", lambda run: functools.partial(self._begun, run))
             replace(stack, trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
             replace(stack, trainer_module, "skip_first_batches", skipping)
             if is_resumed:
                 for name in _LOADING:
                     replace(stack, trainer, name, lambda _: _load_nothing)
                 replace(stack, trainer.args, "eval_on_start", lambda _: False)  # the first run has evaluated
+            self.attributes.watch()  # now, because the methods above are attributes too
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             finally:
@@ -453,7 +451,7 @@ class TrainerSession:
             resume=self.found is not None,
             **options,
         )
-        self.callbacks.watch()  # now, because callbacks set attributes in on_train_begin too
+        self._restored_groups = [_hyperparameters(group) for group in _groups_of(trainer)]
         self._options.pop("overwrite", None)  # a second train() continues from this one
         if self.is_finished:
             log.warning(
@@ -462,6 +460,19 @@ class TrainerSession:
                 self.path,
                 trainer.state.global_step,
             )
+
+    def _begun(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run all ``on_train_begin``: callbacks that come after that of this file may have overwritten what it has
+        restored."""
+        control = run(*args, **kwargs)
+        self._restore_again()
+        self.callbacks.watch()  # now, because callbacks set attributes in on_train_begin too
+        return control
+
+    def _restore_again(self) -> None:
+        if self.found is not None:
+            self.attributes.restore_again()
+            self.callbacks.restore_again()
 
     def _evaluation_loader(self, get: Callable[..., Any], eval_dataset: Any = None) -> EvaluationLoader:
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
@@ -492,7 +503,19 @@ class TrainerSession:
         state = self.trainer.state
         if self.found is None or self.session is None:
             return False
-        return state.global_step >= state.max_steps or (self.session.done and bool(self.found["stopped"]))
+        if state.global_step >= state.max_steps:
+            return True
+        is_longer = state.max_steps > json.loads(self.found["trainer_state"])["max_steps"]
+        return self.session.done and bool(self.found["stopped"]) and not is_longer
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether somebody has asked this run to stop, other than ``EarlyStoppingCallback``, before its last update.
+        (At the end of the data the Trainer stops by itself, in an epoch without an update.)"""
+        trainer, state = self.trainer, self.trainer.state
+        if not trainer.control.should_training_stop or self.is_finished or state.global_step >= state.max_steps:
+            return False
+        return state.global_step > self._step_of_epoch and not self.callbacks.has_stopped_early()
 
     def _init_state(
         self, init: Callable[..., tuple[int, int]], max_steps: int, per_epoch: int, n_epochs: int, *others: Any
@@ -527,16 +550,39 @@ class TrainerSession:
         self.begins_epoch = is_first and not n_skipped and self.session is not None and self.session.done
         updates = n_skipped // trainer.args.gradient_accumulation_steps if is_first else 0
         self.epoch, self.updates_before_epoch = kwargs["epoch"], trainer.state.global_step - updates
+        if is_first and n_skipped and self.found is not None:  # on_epoch_begin has run for this epoch in the run before
+            self._restore_again()
+            for group, values in zip(_groups_of(trainer), self._restored_groups, strict=True):
+                group.update(copy.deepcopy(values))
+        self._step_of_epoch = trainer.state.global_step
         run(*args, **kwargs)
 
     def _finalize(self, finalize: Callable[..., Any], trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """Close the session before the Trainer may load its best model into the trained one."""
         assert self.session is not None, "on_train_begin has made it"
-        self.session.close(done=True)
+        if self.was_stopped:
+            log.warning(
+                "lightck: a request to stop (should_training_stop) has ended this run after step %d of %d. The "
+                "training is not declared finished: the next start makes this step again, and goes on",
+                self.trainer.state.global_step,
+                self.trainer.state.max_steps,
+            )
+            self.session.abandon()
+        else:
+            self.session.close(done=True)
         return finalize(trial, num_train_samples, start_time - self._seconds_before)
 
 
 # -- small pieces ------------------------------------------------------------------------------------------------------
+
+
+def _groups_of(trainer: Any) -> list[dict[str, Any]]:
+    return list(trainer.optimizer.param_groups)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a group of an optimizer has beside its parameters and other tensors."""
+    return {k: copy.deepcopy(one) for k, one in group.items() if k != "params" and not isinstance(one, Tensor)}
 
 
 def _load_nothing(*_: Any, **__: Any) -> None:
