@@ -477,7 +477,7 @@ def test_other_conditions_are_a_warning(pool, caplog):
     found.steps[-1].state["fingerprint"]["torch"] = "1.0"
     with caplog.at_level(logging.WARNING):
         assert_recovers(TrainedPool(found).write(pool), found)
-    assert f"made again under other conditions than in the training (torch 1.0 -> {torch.__version__})" in caplog.text
+    assert f"replayed under other conditions than in the training (torch 1.0 -> {torch.__version__})" in caplog.text
 
 
 def test_process_that_flushes_denormals_is_named(pool):

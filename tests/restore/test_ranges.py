@@ -207,7 +207,7 @@ def test_a_lazy_export_keeps_no_tensor(pool, tmp_path):
     model, _ = pool_with(pool)
     with lightck.recover(pool, lazy=True) as checkpoint:
         lightck.export_checkpoint(checkpoint, tmp_path / "it.safetensors")
-        assert not checkpoint._read
+        assert not checkpoint._tensors_read
     assert same(safetensors.torch.load_file(tmp_path / "it.safetensors"), weights(model))
 
 
