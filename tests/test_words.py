@@ -62,8 +62,9 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
 
 
 def source_of(name: str) -> str:
-    """The text of a file, without the option ``patience`` of a scheduler of torch."""
-    return (ROOT / name).read_text().replace("patience=", "")
+    """The text of a file, without the option ``patience`` of a scheduler of torch, and the attributes of a callback of
+    transformers that have this word in their names."""
+    return (ROOT / name).read_text().replace("patience=", "").replace("early_stopping_patience", "")
 
 
 def parts_of(name: str) -> list[str]:

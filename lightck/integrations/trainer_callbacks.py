@@ -26,7 +26,7 @@ class CallbackStates:
         self._resumed_at = -1
         self._new: list[Any] = []
         """Callbacks that the run before did not have."""
-        self._patience: list[int] = []
+        self._counts_at_begin: list[int] = []
         """What the ``EarlyStoppingCallback``s had counted when the run began."""
         self._warned: set[tuple[int, str]] = set()
         """Number of the callback, and name of the attribute, that a warning has named."""
@@ -75,11 +75,11 @@ class CallbackStates:
         ]
         for _, attributes in self._own:
             attributes.watch()
-        self._patience = [one.early_stopping_patience_counter for one in self._early_stopping()]
+        self._counts_at_begin = [one.early_stopping_patience_counter for one in self._early_stopping()]
 
     def has_stopped_early(self) -> bool:
-        """Whether an ``EarlyStoppingCallback`` has lost its patience in this run."""
-        counts = zip(self._early_stopping(), self._patience, strict=False)
+        """Whether an ``EarlyStoppingCallback`` has ended this run."""
+        counts = zip(self._early_stopping(), self._counts_at_begin, strict=False)
         return any(one.early_stopping_patience <= one.early_stopping_patience_counter != n for one, n in counts)
 
     def _early_stopping(self) -> list[EarlyStoppingCallback]:
