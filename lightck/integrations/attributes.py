@@ -101,6 +101,12 @@ def assigned_in(kind: type) -> set[str]:
     return {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
+def has_class(value: object, names: Collection[str]) -> bool:
+    """Whether a class of this value, or a base of it, has one of these names. (Frameworks are installed under several
+    package names, and not all of them in each release.)"""
+    return any(one.__name__ in names for one in type(value).__mro__)
+
+
 class TensorMark:
     """Which tensor a value is, and its version counter. Two marks are equal if both are of one tensor that still exists
     and was not written between them. (An id alone is not enough: a new tensor may get that of one that is gone.)"""
@@ -133,8 +139,7 @@ def _mark_of_object(value: Any, depth: int = 3) -> object:
         return id(value), bytes(value.get_state().numpy())
     if isinstance(value, torch.nn.Module):
         return id(value), getattr(value, "_update_count", None)
-    is_saved_elsewhere = any(one.__name__ in _SAVED_ELSEWHERE for one in type(value).__mro__)
-    if depth == 0 or is_saved_elsewhere or isinstance(value, (type, torch.Tensor)):
+    if depth == 0 or has_class(value, _SAVED_ELSEWHERE) or isinstance(value, (type, torch.Tensor)):
         return id(value)
     if isinstance(value, dict):
         inner = list(value.values())

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from lightck.integrations.attributes import has_class
+
 log = logging.getLogger("lightck")
 _OF_MODEL_CHECKPOINT = (
     "current_score",
@@ -65,7 +67,7 @@ def early_stops(trainer: Any) -> list[tuple[Any, Any]]:
     return [
         (one.stopped_epoch, getattr(one, "stopping_reason_message", None))
         for one in trainer.callbacks
-        if any(kind.__name__ == "EarlyStopping" for kind in type(one).__mro__)
+        if has_class(one, ("EarlyStopping",))
     ]
 
 

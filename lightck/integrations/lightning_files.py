@@ -11,6 +11,8 @@ import logging
 import os
 from typing import Any
 
+from lightck.integrations.attributes import has_class
+
 log = logging.getLogger("lightck")
 
 
@@ -44,13 +46,9 @@ def _is_chosen_by_lightning(trainer: Any, file: str) -> bool:
         return False
     if file == connector._hpc_resume_path:
         return True
-    found = {os.fspath(one.ckpt_path) for one in trainer.callbacks if _is_on_exception(one)}
+    found = {os.fspath(one.ckpt_path) for one in trainer.callbacks if has_class(one, ("OnExceptionCheckpoint",))}
     if found:
         for one in trainer.checkpoint_callbacks:
             if hasattr(one, "_find_last_checkpoints"):
                 found |= {os.fspath(last) for last in one._find_last_checkpoints(trainer)}
     return file in found
-
-
-def _is_on_exception(callback: Any) -> bool:
-    return any(kind.__name__ == "OnExceptionCheckpoint" for kind in type(callback).__mro__)

@@ -245,8 +245,7 @@ class Progress:
         if hasattr(trainer, "_initial_global_step"):
             trainer._initial_global_step = state["initial_global_step"]
         self._loaded = own["global_step"], state["stopped"]
-        is_longer = trainer.state.max_steps > own["max_steps"]
-        trainer.control.should_training_stop = state["stopped"] and not is_longer
+        trainer.control.should_training_stop = state["stopped"] and not owner.is_longer
         owner.epoch_was_cut, owner.started_loaders = state["epoch_was_cut"], set(state["evaluated"])
         owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
         owner.callbacks.restore(state["callbacks"])
@@ -275,6 +274,8 @@ class TrainerSession:
         self.session: lightck.Session | None = None
         self.found: Mapping[str, Any] | None = None
         """What ``Progress`` saved in the checkpoint from which this run goes on."""
+        self._max_steps_before: int | None = None
+        """The number of updates that the run before was to make; None if there was none."""
         self.started_loaders: set[str] = set()
         """Keys of the evaluation's loaders whose workers have started in this run or an earlier one."""
         self.epoch_was_cut = False
@@ -348,7 +349,7 @@ class TrainerSession:
     def _look(self) -> int | None:
         """Read what the pool holds of the Trainer. Returns the step of the Trainer in the newest checkpoint; None if
         there is no checkpoint."""
-        self.found = None
+        self.found = self._max_steps_before = None
         if self._options.get("overwrite"):
             return None
         checkpoint = newest_of_training(self.path, resume=self._resume, options=self._options)
@@ -367,7 +368,9 @@ class TrainerSession:
                 "goes on. Go on with the loop that wrote it, or attach to another pool."
             )
         self.found = state[STATE_NAME]
-        return int(json.loads(self.found["trainer_state"])["global_step"])
+        own = json.loads(self.found["trainer_state"])
+        self._max_steps_before = int(own["max_steps"])
+        return int(own["global_step"])
 
     def _prefer_trainer_checkpoint(self, resume_from_checkpoint: str | bool, step: int | None) -> None:
         """Raise ``CheckpointExistsError`` if the pool is ahead of the Trainer's own checkpoint, which is to be loaded.
@@ -505,8 +508,12 @@ class TrainerSession:
             return False
         if state.global_step >= state.max_steps:
             return True
-        is_longer = state.max_steps > json.loads(self.found["trainer_state"])["max_steps"]
-        return self.session.done and bool(self.found["stopped"]) and not is_longer
+        return self.session.done and bool(self.found["stopped"]) and not self.is_longer
+
+    @property
+    def is_longer(self) -> bool:
+        """Whether this run is to make more updates than the run before was to make."""
+        return self._max_steps_before is not None and self.trainer.state.max_steps > self._max_steps_before
 
     @property
     def was_stopped(self) -> bool:

@@ -51,7 +51,7 @@ from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
-from lightck.session.newest_of_tiers import replace_pool_from_tier, warn_of_newer
+from lightck.session.newest_of_tiers import replace_pool_from_tier, warn_of_damage
 from lightck.session.pool_file import PoolFile
 from lightck.session.replica_arguments import refuse_unreplicable
 from lightck.session.replicas import Replicas
@@ -335,8 +335,9 @@ def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart |
 
 def _fetch_newest_and_claim_tiers(file: PoolFile, tiers: Drains) -> None:
     """Fetch the newest checkpoint if a tier holds it, and have the tiers claimed before anything is saved."""
+    newest = None
     if file.arguments.resume:
-        replace_pool_from_tier(file.path, file.backend, tiers.stores)
+        newest = replace_pool_from_tier(file.path, file.backend, tiers.stores)
 
     def claim(contents: Contents | None, record: CommitRecord | None) -> None:
         capture = file.capture
@@ -345,7 +346,7 @@ def _fetch_newest_and_claim_tiers(file: PoolFile, tiers: Drains) -> None:
             capture.run_id = run_of_new_training(tiers.stores, capture.run_id)
         resume_point = None if contents is None else ResumePoint(contents.step, claim_of(contents.claim))
         if resume_point is not None:
-            warn_of_newer(file.path, tiers.stores, resume_point.step, resume_point.claim)
+            warn_of_damage(file.path, newest, resume_point)
         claimed = claim_for_session(tiers.stores, capture.run_id, resume_point)
         tiers.use_claim(claimed, resume_point, 0 if record is None else record.payload_generation)
         capture.claim = claimed.claim

@@ -26,7 +26,7 @@ from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
 from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
-from lightck.session.provisional import Provisional
+from lightck.session.provisional import Provisional, copy_tensors
 from lightck.session.shared_state import warn_of_shared_memory_in_optimizers
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
@@ -277,6 +277,7 @@ class Capture:
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loader_states[name] = self._object_bytes(name, obj, provisional.large)
+        copy_tensors(provisional.large)
         self._read_modules(provisional)
 
     def before_forward_of_next_step(self) -> None:
@@ -291,7 +292,7 @@ class Capture:
         if self.model.has_buffers:
             provisional.buffers = self._buffer_copies.take(self.model)
         provisional.extra = self._pack_extra_state(provisional.extra_large)
-        provisional.own_large()
+        copy_tensors(provisional.extra_large)
 
     def _warn_unsharded(self) -> None:
         """Warn once if a module of ``fully_shard`` was unsharded during the update. Its next forward then computes with

@@ -17,6 +17,7 @@ from lightck.session.discover import LiveObjects, Objects, schedulers_of
 from lightck.state.ranks import check_rank
 
 log = logging.getLogger("lightck")
+_SCALER = torch.amp.GradScaler
 
 
 @dataclass(slots=True)
@@ -63,26 +64,10 @@ class FirstStep:
         if not self.is_rank_known:
             check_rank()
         capture.before_first_update()
-        self._check_schedulers([view.optimizer for view in capture.optimizers])
+        self._check_late_objects([view.optimizer for view in capture.optimizers])
         self._check_lr()
-        self._check_scaler()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
-
-    def _check_scaler(self) -> None:
-        """Warn about an enabled GradScaler that was made after attach, if none is saved. (It does not say which
-        optimizer it serves, so it may be that of another training.)"""
-        kind = torch.amp.GradScaler
-        if self.is_scaler_declined or any(isinstance(one, kind) for one in self.objects.values()):
-            return
-        for collect in (False, True):  # what the quick search finds may be garbage
-            if not LiveObjects(collect=collect).matching(kind, lambda one: one.is_enabled()):
-                return
-        log.warning(
-            "lightck: a GradScaler was built after attach and is not saved. After a crash its scale would start over, "
-            "and updates would be skipped at other steps. Build it before attach, or pass it: attach(..., "
-            'state={"scaler": scaler}); state={"scaler": None} says that it need not be saved'
-        )
 
     def _scheduler_counts(self) -> list[object]:
         """The step counts of the saved schedulers and of their parts. A scheduler that has stepped has other counts."""
@@ -115,19 +100,31 @@ class FirstStep:
             fact,
         )
 
-    def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
-        """Raise ``LateError`` for a live scheduler of these optimizers that is not saved."""
+    def _check_late_objects(self, optimizers: list[Optimizer]) -> None:
+        """Raise ``LateError`` for a live scheduler of these optimizers that is not saved. Warn about an enabled
+        GradScaler, if none is saved. (It does not say which optimizer it serves, so it may be that of another
+        training.)"""
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.is_scheduler_declined else [o for o in optimizers if id(o) not in self.scheduled]
-        # A scheduler that the quick search finds may be garbage, and garbage must not stop a training. So collect
-        # garbage, and search again.
+        needs_scaler = not (self.is_scaler_declined or any(isinstance(o, _SCALER) for o in self.objects.values()))
+        # What the quick search finds may be garbage, and garbage must not stop a training. So collect garbage, and
+        # search again.
         for collect in (False, True):
-            found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
-            late = [s for s in found if id(s) not in known]
-            if not late:
+            if not watched and not needs_scaler:
                 return
-        raise LateError(
-            f"An LR scheduler ({type(late[0]).__name__}) was built after attach and is not saved. After a crash it "
-            'would start over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
-            'state={"scheduler": None} says that it need not be saved.'
+            live = LiveObjects(collect=collect)
+            late = [s for s in schedulers_of(live, watched) if id(s) not in known] if watched else []
+            has_late_scaler = needs_scaler and bool(live.matching(_SCALER, lambda one: one.is_enabled()))
+            if not late and not has_late_scaler:
+                return
+        if late:
+            raise LateError(
+                f"An LR scheduler ({type(late[0]).__name__}) was built after attach and is not saved. After a crash it "
+                'would start over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
+                'state={"scheduler": None} says that it need not be saved.'
+            )
+        log.warning(
+            "lightck: a GradScaler was built after attach and is not saved. After a crash its scale would start over, "
+            "and updates would be skipped at other steps. Build it before attach, or pass it: attach(..., "
+            'state={"scaler": scaler}); state={"scaler": None} says that it need not be saved'
         )

@@ -25,9 +25,8 @@ from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
 from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_intact_error, run_of
-from lightck.tiers.claiming import refuse_other_training
+from lightck.tiers.claiming import ResumePoint, refuse_other_training
 from lightck.tiers.fetching import fetch
-from lightck.tiers.names import Claim
 from lightck.tiers.store import Store
 
 log = logging.getLogger("lightck")
@@ -40,20 +39,22 @@ class _InPool(NamedTuple):
     run_id: str
 
 
-def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store]) -> None:
-    """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. The caller holds the
-    lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a device."""
+def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store]) -> Candidate | None:
+    """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. Returns the newest
+    checkpoint of the tiers if the pool stays; None if it was made anew, or if the tiers hold nothing of use. The caller
+    holds the lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a
+    device."""
     try:
         in_pool = _newest_in_pool(path, backend)
     except PoolError:  # attach says what is wrong with the pool
         _log_hint(path, stores)
-        return
+        return None
     rejected: list[Rejected] = []
     for store in stores:
         _refuse_other_run(store, in_pool, path)
     for found in newest_of_all(stores, rejected):
         if in_pool is not None and found.order <= in_pool.order:
-            break
+            return found
         if in_pool is not None:
             refuse_other_training(found.store, in_pool.order.claim, found.order.claim, f"the pool {path!r}")
         if isinstance(backend, DevdaxBackend):  # it has no room for a second pool beside the present one
@@ -68,9 +69,10 @@ def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store])
             rejected.append(Rejected(found.checkpoint, str(err)))
             continue
         _tell(path, in_pool, found, rejected)
-        return
+        return None
     if rejected and in_pool is None:
         raise none_intact_error(stores[0], rejected)
+    return None
 
 
 def _log_hint(path: str, stores: Sequence[Store]) -> None:
@@ -83,21 +85,21 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
         )
 
 
-def warn_of_newer(path: str, stores: Sequence[Store], step: int, claim: Claim | None) -> None:
+def warn_of_damage(path: str, newest: Candidate | None, restored: ResumePoint) -> None:
     """Warn if a tier holds a later step of the same claim than the one that was restored: the pool held it too, so it
-    was not fetched, and then it was found damaged. ``step``, ``claim``: of what was restored."""
-    newest = None if claim is None else next(newest_of_all(stores, []), None)
-    if newest is not None and newest.order.claim == claim and newest.order.step > step:
-        log.warning(
-            "lightck: step %d of the pool %r is damaged, and the training continues from step %d. The %s is intact. To "
-            "continue there, end this training, and run: lightck copy %s NEW.pool --step %d (it says how to go on)",
-            newest.order.step,
-            path,
-            step,
-            newest,
-            shlex.quote(str(newest.store)),
-            newest.order.step,
-        )
+    was not fetched, and then it was found damaged. ``newest``: what ``replace_pool_from_tier`` has returned."""
+    if newest is None or newest.order.claim != restored.claim or newest.order.step <= restored.step:
+        return
+    log.warning(
+        "lightck: step %d of the pool %r is damaged, and the training continues from step %d. The %s is intact. To "
+        "continue there, end this training, and run: lightck copy %s NEW.pool --step %d (it says how to go on)",
+        newest.order.step,
+        path,
+        restored.step,
+        newest,
+        shlex.quote(str(newest.store)),
+        newest.order.step,
+    )
 
 
 def _newest_in_pool(path: str, backend: Backend) -> _InPool | None:

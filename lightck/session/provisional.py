@@ -25,7 +25,8 @@ class Provisional:
     has_next_begun: bool = False
     """Whether the forward of the next step has begun."""
 
-    def own_large(self) -> None:
-        """Copy the large tensors, so that nobody changes them any more."""
-        for live in (*self.large, *self.extra_large):
-            live.tensor = in_plain_memory(live.tensor).clone()
+
+def copy_tensors(lives: list[Live]) -> None:
+    """Put a copy in place of each tensor, so that nobody changes it any more."""
+    for live in lives:
+        live.tensor = in_plain_memory(live.tensor).clone()

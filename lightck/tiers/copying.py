@@ -92,7 +92,9 @@ def copy_from_tier(
         except DamagedError as err:
             rejected.append(Rejected(checkpoint, str(err)))
             continue
-        remarks = (*map(str, rejected), *_notes_on_older(listing, checkpoint), *_notes_on_newer(listing, checkpoint))
+        remarks = (*map(str, rejected), *_notes_on_older(listing, checkpoint))
+        if step is not None:
+            remarks += _notes_on_newer(listing, checkpoint)
         return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks)
     raise none_intact_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
 
@@ -116,15 +118,15 @@ def _remove_if_empty(directory: str) -> None:
         os.rmdir(directory)
 
 
-def _notes_on_newer(listing: Listing, taken: TierCheckpoint) -> list[str]:
+def _notes_on_newer(listing: Listing, taken: TierCheckpoint) -> tuple[str, ...]:
     """Say how to continue from a checkpoint that is not the newest."""
     if not any(each > taken for each in complete(listing)):
-        return []
-    return [
+        return ()
+    return (
         "the tier holds newer checkpoints, and attach(POOL, resume=True, tiers=...) replaces the pool by the newest "
         f"one. To continue from step {taken.step}: lightck.recover(POOL, model, optimizer), then "
-        "attach(POOL, tiers=...) without resume=True"
-    ]
+        "attach(POOL, tiers=...) without resume=True",
+    )
 
 
 def _notes_on_older(listing: Listing, taken: TierCheckpoint) -> list[str]:

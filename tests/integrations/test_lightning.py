@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import shutil
@@ -34,7 +33,7 @@ from lightck.errors import (
     UnsupportedError,
 )
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("quiet_lightning")]
 pytest.importorskip("lightning")
 
 import lightning  # noqa: E402
@@ -59,17 +58,6 @@ IN_CI = ("accumulation, one cycle, validation in the epoch", "stream of samples,
 
 def programs(*marks: Any) -> list[Any]:
     return [pytest.param(name, marks=() if name in IN_CI else marks) for name in PROGRAMS]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
-    before = [logging.getLogger(name).level for name in names]
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    yield
-    for name, level in zip(names, before, strict=True):
-        logging.getLogger(name).setLevel(level)
 
 
 # -- killed and started again ------------------------------------------------------------------------------------------

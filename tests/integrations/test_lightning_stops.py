@@ -3,9 +3,7 @@ count, and a request to stop is not the end of the training."""
 
 from __future__ import annotations
 
-import logging
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from toys import everything, in_child, same
 
 import lightck
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("quiet_lightning")]
 pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
@@ -24,17 +22,6 @@ from torchmetrics.wrappers import MinMaxMetric  # noqa: E402
 
 from integrations.lightning_programs import Classifier, trainer_of  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
-    before = [logging.getLogger(name).level for name in names]
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    yield
-    for name, level in zip(names, before, strict=True):
-        logging.getLogger(name).setLevel(level)
 
 
 class At(Callback):

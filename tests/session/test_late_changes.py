@@ -71,6 +71,14 @@ def test_parameters_that_get_other_names_in_mid_training_keep_their_optimizer_st
     assert same(run(folder / "cut.pool", 8), whole)
 
 
+def end(session: lightck.Session, is_killed: bool) -> None:
+    """``is_killed``: leave what a kill leaves, so that the step that is open is lost."""
+    if is_killed:
+        session.abandon()
+    else:
+        session.close()
+
+
 def newest_step(pool: Path) -> int:
     try:
         return lightck.recover(pool).step
@@ -121,10 +129,7 @@ def test_large_tensors_of_a_sampler_are_of_the_same_moment_as_its_other_state(fo
             optimizer.zero_grad()
             model(torch.full((2, 4), float(next(sampler)))).square().mean().backward()
             optimizer.step()
-        if is_killed:
-            session.abandon()
-        else:
-            session.close()
+        end(session, is_killed)
         return sampler.visits[:8].tolist()
 
     whole = run(folder / "whole.pool", 7)
@@ -153,10 +158,7 @@ def test_buffers_that_the_loop_writes_after_the_updates_of_two_optimizers_belong
                 optimizer.step()
             with torch.no_grad():
                 model.average.lerp_(model.a.weight, 0.1)
-        if is_killed:
-            session.abandon()
-        else:
-            session.close()
+        end(session, is_killed)
         return dict(model.state_dict())
 
     whole = run(folder / "whole.pool", 7)
@@ -182,10 +184,7 @@ def test_a_compiled_function_that_calls_step_is_saved_and_goes_on(is_whole_step_
         work = torch.compile(learn, backend="eager") if is_whole_step_compiled else learn
         while session.step < until:
             work(torch.randn(8, 4))
-        if is_killed:
-            session.abandon()
-        else:
-            session.close()
+        end(session, is_killed)
         return dict(model.state_dict())
 
     whole = run(folder / "whole.pool", 6)

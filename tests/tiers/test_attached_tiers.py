@@ -886,7 +886,7 @@ def test_a_damaged_newest_checkpoint_of_the_pool_that_a_tier_holds_is_named(tmp_
     assert f"lightck copy {tier} NEW.pool --step 3" in caplog.text
 
 
-def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_path):
+def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_path, caplog):
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
     with session:
@@ -900,6 +900,7 @@ def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_p
     tiers = [lightck.Tier(tier, every=1)]
     with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers) as session:
         assert session.step == 2
+        assert "is damaged" not in caplog.text
         train(model, optimizer, 1, start=2)
     with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers, resume=True) as session:
         assert session.step == 3
