@@ -122,7 +122,7 @@ def _options_of(place: str, options: dict[str, str]) -> dict[str, str]:
 def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
     if as_json:
         facts: Facts = {"step": done.step, "path": done.path, "nbytes": done.nbytes, "sent_nbytes": done.sent_nbytes}
-        facts["rejected"] = list(done.rejected)
+        facts |= {"rejected": list(done.rejected), "notes": list(done.notes)}
         if in_one_line:
             print_line(json.dumps(facts))
         else:
@@ -132,6 +132,8 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
         print_line(f"skipped: {each}")
     written = "" if done.sent_nbytes >= done.nbytes else f" ({size(done.sent_nbytes)} were written)"
     print_line(f"step {done.step}: {size(done.nbytes)} in {done.path}{written}")
+    for note in done.notes:
+        print_line(note)
 
 
 def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:

@@ -161,8 +161,13 @@ def _of_one_rank(
             except DamagedError as err:
                 of_rank = "" if writer.world_size == 1 else f"of rank {writer.rank}: "
                 reasons.append(f"{of_rank}{err}")
-    found.sort(key=lambda one: (one[1].record.payload_generation, listing.manifests[one[0]]), reverse=True)
-    return found, reasons
+    # Two that were sent in one second may have one time. The one whose metrics were logged was sent later.
+    newest_first = sorted(
+        found,
+        key=lambda one: (one[1].record.payload_generation, listing.manifests[one[0]], len(one[1].metrics)),
+        reverse=True,
+    )
+    return newest_first, reasons
 
 
 def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:

@@ -93,9 +93,8 @@ def copy_from_tier(
             rejected.append(Rejected(checkpoint, str(err)))
             continue
         remarks = (*map(str, rejected), *_notes_on_older(listing, checkpoint))
-        if step is not None:
-            remarks += _notes_on_newer(listing, checkpoint)
-        return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks)
+        notes = () if step is None else _notes_on_newer(listing, checkpoint)
+        return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks, notes)
     raise none_intact_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
 
 
@@ -123,9 +122,9 @@ def _notes_on_newer(listing: Listing, taken: TierCheckpoint) -> tuple[str, ...]:
     if not any(each > taken for each in complete(listing)):
         return ()
     return (
-        "the tier holds newer checkpoints, and attach(POOL, resume=True, tiers=...) replaces the pool by the newest "
+        "The tier holds newer checkpoints, and attach(POOL, resume=True, tiers=...) replaces the pool by the newest "
         f"one. To continue from step {taken.step}: lightck.recover(POOL, model, optimizer), then "
-        "attach(POOL, tiers=...) without resume=True",
+        "attach(POOL, tiers=...) without resume=True.",
     )
 
 

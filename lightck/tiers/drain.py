@@ -38,13 +38,14 @@ class Copied:
     """A checkpoint that was copied to a tier or from one. path: the pool or the tier to which it was copied. nbytes:
     the bytes of its tensors. sent_nbytes: the bytes that were written for it. rejected: notes on other checkpoints:
     newer ones that were skipped, each with the reason; after a copy from a tier also older ones with the same or a
-    larger step."""
+    larger step. notes: how to go on from what was copied."""
 
     step: int
     path: str
     nbytes: int
     sent_nbytes: int
     rejected: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 class PoolSender:

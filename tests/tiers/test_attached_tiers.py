@@ -892,8 +892,9 @@ def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_p
     with session:
         trained(session, model, optimizer, 3)
     done = copy_from_tier(tier, tmp_path / "two.pool", step=2, progress=_progress)
-    assert "lightck.recover(POOL, model, optimizer), then attach(POOL, tiers=...) without resume=True" in str(done)
-    assert not copy_from_tier(tier, tmp_path / "three.pool", step=3, progress=_progress).rejected
+    assert "lightck.recover(POOL, model, optimizer), then attach(POOL, tiers=...) without resume=True" in done.notes[0]
+    other = copy_from_tier(tier, tmp_path / "three.pool", step=3, progress=_progress)
+    assert not done.rejected + other.rejected + other.notes
     model = net(64)
     optimizer = adam(model)
     lightck.recover(tmp_path / "two.pool", model, optimizer)
