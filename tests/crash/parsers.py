@@ -20,7 +20,7 @@ from lightck.errors import LightckError
 from lightck.pool.format import layout
 from lightck.pool.format.gradients import HOME_ROW_DTYPE, ChainEntry, GradientPart, checked_homes, part_offset
 from lightck.pool.format.group import GroupIdentity
-from lightck.pool.format.pieces import Placement, Shard, StridedShard, flat_pieces, local_pieces
+from lightck.pool.format.pieces import Placement, Shard, StridedShard, flat_pieces, is_flat, local_pieces
 from lightck.pool.format.shares import Cut, Share, dim_to_divide
 from lightck.pool.format.structures import (
     INCOMPAT_GRADIENTS,
@@ -217,11 +217,12 @@ def _parts() -> list[layout.Entry]:
 
 
 def _shares() -> list[layout.Entry]:
-    """Entries of a rank that are shares: of a whole tensor, and of parts; and one that the rank writes whole."""
+    """Entries of a rank that are shares: of a whole tensor, and of parts; and one that the rank writes whole. A tensor
+    of flat pieces is never divided."""
     found = []
     for number, entry in enumerate(_parts()):
         dim = dim_to_divide(entry.shape, entry.stride)
-        if dim is None:
+        if dim is None or (entry.pieces is not None and is_flat(entry.pieces)):
             continue
         rows = entry.shape[dim]
         cut = Cut(entry.shape, dim, (0, rows // 2, rows), (1, 3))
