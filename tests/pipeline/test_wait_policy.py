@@ -238,8 +238,10 @@ def reaches(threads: int, seconds: float = 10.0) -> bool:
 
 @pytest.fixture
 def crowded(slow_memory, monkeypatch) -> None:
-    """Every checkpoint whose copies are waited for was starved, and every processor has a thread."""
+    """Every checkpoint counts as starved, whichever thread the machine let copy it, and every processor has a
+    thread."""
     monkeypatch.setattr(wait_policy, "_STARVED_NBYTES", 0)
+    monkeypatch.setattr(wait_policy, "_STARVED_SHARE", 0)
     monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: True)
 
 
@@ -250,7 +252,7 @@ def test_the_extra_team_exists_only_while_a_checkpoint_with_passive_waiting_is_c
         Engine, "set_passive_waiting", lambda engine, on: turns.append(on) or set_passive_waiting(engine, on)
     )
     before = alive()
-    model = net(16 * BIG)  # a second of copies: a busy machine takes its time to start threads
+    model = net(32 * BIG)  # two seconds of copies: a busy machine takes its time to start threads
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 4)  # its gate ends the third checkpoint: every one was starved
