@@ -28,8 +28,14 @@ MOST_ITEMS = 20_000
 MOST_BYTES = 1 << 26
 MOST_SEEN = 50
 """Of a value that cannot be saved, only this number of items or attributes is watched for changes."""
-_SAVED_ELSEWHERE = frozenset({"Trainer", "TrainerState", "TrainerControl"})
-"""Names of classes of the frameworks. Their objects change at each step, and what matters of them is saved."""
+_SAVED_ELSEWHERE = frozenset(
+    {
+        *("Trainer", "TrainerState", "TrainerControl"),
+        *("Optimizer", "AcceleratedOptimizer", "LRScheduler", "AcceleratedScheduler", "GradScaler"),
+    }
+)
+"""Names of classes of torch and the frameworks. Their objects change at each step, and what matters of them is
+saved."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LISTS = (list, tuple, deque)
 _DICTS = (dict, OrderedDict, Counter)
@@ -59,7 +65,7 @@ class ChangedAttributes:
                 continue
             if is_plain:
                 found[name] = _plain(value)
-            elif name in self._before or not isinstance(value, torch.nn.Module):
+            elif name in self._before or not (isinstance(value, torch.nn.Module) or has_class(value, _SAVED_ELSEWHERE)):
                 self._warn(name)
         return found
 
@@ -109,13 +115,17 @@ def has_class(value: object, names: Collection[str]) -> bool:
 
 class TensorMark:
     """Which tensor a value is, and its version counter. Two marks are equal if both are of one tensor that still exists
-    and was not written between them. (An id alone is not enough: a new tensor may get that of one that is gone.)"""
+    and was not written between them. (An id alone is not enough: a new tensor may get that of one that is gone.) A
+    tensor of ``inference_mode`` has no version counter, so marks of it are never equal."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._id, self._version = weakref.ref(tensor), id(tensor), tensor._version
+        self._tensor, self._id = weakref.ref(tensor), id(tensor)
+        self._version = None if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorMark) or (self._id, self._version) != (other._id, other._version):
+            return False
+        if self._version is None:
             return False
         return self._tensor() is not None and self._tensor() is other._tensor()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -62,13 +63,39 @@ def _is_checkpoint(callback: Any, name: str) -> bool:
     return hasattr(callback, "best_k_models") and hasattr(callback, name)
 
 
+def named(trainer: Any, ours: Any) -> list[tuple[str, int, Any]]:
+    """Return a name, the place in the list, and the object, for each callback. Callbacks of one class are identified by
+    their order. ``ours``: the callback that is left out."""
+    found = []
+    seen: Counter[str] = Counter()
+    for number, callback in enumerate(trainer.callbacks):
+        kind = type(callback).__name__
+        seen[kind] += 1
+        if callback is not ours:
+            found.append((f"callback {kind}" + (f" {seen[kind]}" if seen[kind] > 1 else ""), number, callback))
+    return found
+
+
 def early_stops(trainer: Any) -> list[tuple[Any, Any]]:
     """Return what each ``EarlyStopping`` says of its last stop. It differs after another stop."""
     return [
         (one.stopped_epoch, getattr(one, "stopping_reason_message", None))
         for one in trainer.callbacks
-        if has_class(one, ("EarlyStopping",))
+        if has_class(one, ("EarlyStopping",)) and hasattr(one, "stopped_epoch")
     ]
+
+
+def advice_of_timer(trainer: Any) -> str:
+    """Return what a message says if the time of a ``Timer`` (``max_time``) is used up; else an empty text."""
+    for one in trainer.callbacks:
+        if has_class(one, ("Timer",)) and hasattr(one, "time_remaining"):
+            left = one.time_remaining()
+            if left is not None and left <= 0:
+                return (
+                    " The time of max_time is used up. It counts over all starts: give the next one a larger max_time, "
+                    "or it stops after a step."
+                )
+    return ""
 
 
 def write_again(trainer: Any, closed_at: float) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from types import FrameType
 from typing import Any
 
 from lightck.integrations.attributes import has_class
@@ -42,7 +44,7 @@ def drop_loaded(trainer: Any, path: str, step: int) -> None:
 
 def _is_chosen_by_lightning(trainer: Any, file: str) -> bool:
     connector = trainer._checkpoint_connector
-    if connector._user_managed:
+    if connector._user_managed or _was_passed(trainer):
         return False
     if file == connector._hpc_resume_path:
         return True
@@ -52,3 +54,13 @@ def _is_chosen_by_lightning(trainer: Any, file: str) -> bool:
             if hasattr(one, "_find_last_checkpoints"):
                 found |= {os.fspath(last) for last in one._find_last_checkpoints(trainer)}
     return file in found
+
+
+def _was_passed(trainer: Any) -> bool:
+    """Whether the script has passed ``ckpt_path`` to ``fit``. (Lightning does not keep what was passed.)"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+            return frame.f_locals["ckpt_path"] is not None
+        frame = frame.f_back
+    return False

@@ -11,8 +11,8 @@ How a fit goes:
     next() of a batch   closes the step before: its log, validation and files are done. The first ``next()`` restores
                         again what hooks at the beginning of a run may have overwritten
     the end of the fit  ``session.close(done=True)``, after all ``on_train_end`` hooks. If a request to stop has ended
-                        it (``should_stop``), the training is not finished: the last step is dropped, so that the pool
-                        holds a moment before the hooks at the end, and the next start goes on from there
+                        it (``should_stop``), the training is not finished: the last step is dropped, because the hooks
+                        at the end have run in it, and the next start continues from the checkpoint before
 
 Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``): that between two
 batches. Lightning's own rules for a restart, which guess at which hook a checkpoint was made, are not used. If the
@@ -59,6 +59,7 @@ from lightck.integrations.lightning_loaders import (
 )
 from lightck.integrations.newest import newest_of_training
 from lightck.integrations.replacing import replace
+from lightck.integrations.unfinished import close_unfinished
 
 log = logging.getLogger("lightck")
 STATE_NAME = "lightning"
@@ -84,12 +85,13 @@ class Progress:
             "batches_of_an_epoch": fit.n_batches if pending is None else pending["batches_of_an_epoch"],
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop) if pending is None else pending["should_stop"],
+            "stopped_early": fit.has_stopped_early if pending is None else pending.get("stopped_early"),
             "limits": loops.limits(trainer.fit_loop) if pending is None else pending["limits"],
             "accumulate_grad_batches": fit.batches_per_update,
             "in_eval": fit.eval_modules,
             "validation_generators": fit.validation_generators(),
             "callbacks": callbacks.saved(trainer, fit.callback),
-            "attributes": {name: one.changed() for name, one in fit.attributes.items()},
+            "attributes": {name: found for name, one in fit.attributes.items() if (found := one.changed())},
             "evaluated": sorted(fit.started_loaders),
             "loggers": loggers.saved(trainer) if pending is None else pending["loggers"],
             "pass_has_ended": fit.pass_has_ended,
@@ -113,13 +115,14 @@ class Progress:
         loops.restore(loop, state["loops"])
         fit.seen_batches = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.seen_batches)
-        trainer.should_stop = state["should_stop"] and not loops.are_raised(loop, state["limits"])
+        # Another request to stop ended the process that got it, and not the training.
+        is_early = state.get("stopped_early", state["should_stop"])
+        trainer.should_stop = fit.had_stopped_early = is_early and not loops.are_raised(loop, state["limits"])
         fit.saved_generator_states = state["validation_generators"]
         fit.started_loaders |= set(state["evaluated"])
         callbacks.restore(trainer, state["callbacks"])
         callbacks.write_again(trainer, state["closed_at"])
-        for name, one in fit.attributes.items():
-            one.restore(state["attributes"].get(name, {}))
+        fit.restore_attributes(state["attributes"])
         if "datamodule" in state and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["datamodule"])
         results.restore(trainer, state)
@@ -141,9 +144,12 @@ class Fit:
         self.started_loaders: set[str] = set()
         """Keys of the validation's loaders whose workers have started in this run or an earlier one."""
         self.attributes = {"module": ChangedAttributes(module, _assigned_by_packages(type(module)))}
-        for number, one in enumerate(trainer.callbacks):
-            if one is not callback and type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
-                self.attributes[f"callback {number}"] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+        self._names_by_number: dict[str, str] = {}
+        """Name in ``attributes`` of each callback, by the name that pools of earlier releases have for it."""
+        for name, number, one in callbacks.named(trainer, callback):
+            if type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
+                self.attributes[name] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+                self._names_by_number[f"callback {number}"] = name
         for name, one in results.metrics_of(module):
             saved_or_known = results.known_of_metric(one) | _assigned_by_packages(type(one))
             self.attributes[f"metric {name}"] = ChangedAttributes(one, saved_or_known)
@@ -172,6 +178,8 @@ class Fit:
         """Whether the loaded checkpoint lies inside an epoch."""
         self._early_stops: list[tuple[Any, Any]] = []
         """What the ``EarlyStopping`` callbacks said of their last stop when this fit began."""
+        self.had_stopped_early = False
+        """Whether an ``EarlyStopping`` callback of the run before has asked for the end, which is still to come."""
         self._n_ended = 0
         """Number of batches of this process whose step ``end_step()`` has ended (manual optimization)."""
 
@@ -276,6 +284,7 @@ class Fit:
                 state.setdefault(f"scheduler {number}", config.scheduler)
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             state.setdefault("scaler", scaler)
+        self._early_stops = callbacks.early_stops(trainer)
         self.session = self.callback.session = lightck.attach(
             trainer.strategy.model,
             self.path,
@@ -284,7 +293,7 @@ class Fit:
             resume=self.found is not None,
             **options,
         )
-        self._early_stops = callbacks.early_stops(trainer)
+        self._early_stops = callbacks.early_stops(trainer)  # again, because a resume restores them
         if not (self.session.done and trainer.fit_loop.done):
             self._wrap_loaders()
             return
@@ -452,16 +461,28 @@ class Fit:
         fetcher.prefetch_batches, fetcher.lookahead = 0, self._lookahead
         return fetcher
 
+    def restore_attributes(self, saved: dict[str, Any]) -> None:
+        """Set the attributes that earlier runs changed."""
+        saved = {self._names_by_number.get(name, name): one for name, one in saved.items()}
+        for name, one in self.attributes.items():
+            one.restore(saved.pop(name, {}))
+        if lost := [name for name, found in saved.items() if found]:
+            log.warning(
+                "lightck: the run before had the %s, which had changed its attribute %r. That is lost, because this "
+                "Trainer has no such object",
+                lost[0],
+                next(iter(saved[lost[0]])),
+            )
+
     def _fitted(self, end: Callable[[], None]) -> None:
         end()
         assert self.session is not None
         if self._was_stopped():
-            log.warning(
-                "lightck: a request to stop (should_stop) has ended this fit after step %d, before max_epochs and "
-                "max_steps. The training is not declared finished: the next start makes this step again, and goes on",
-                self.session.step,
+            close_unfinished(
+                self.session,
+                f"a request to stop (should_stop) has ended this fit after step {self.session.step}, before max_epochs "
+                f"and max_steps.{callbacks.advice_of_timer(self.trainer)}",
             )
-            self.session.abandon()
             return
         self._end_pass()
         self.session.close(done=True)
@@ -472,7 +493,13 @@ class Fit:
         trainer = self.trainer
         if not trainer.should_stop or self.session.done or loops.are_reached(trainer.fit_loop):
             return False
-        return callbacks.early_stops(trainer) == self._early_stops
+        return not self.has_stopped_early
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether an ``EarlyStopping`` callback has asked for the end, in this run or, for an end that is still to
+        come, in the run before."""
+        return self.had_stopped_early or callbacks.early_stops(self.trainer) != self._early_stops
 
     def _end_pass(self) -> None:
         """If the last batch of the pass was given, ask for one more, so that the session sees the end of the pass.

@@ -46,8 +46,10 @@ def are_raised(fit_loop: Any, before: list[int]) -> bool:
 
 
 def are_reached(fit_loop: Any) -> bool:
-    """Whether the training has reached one of its limits."""
-    done = (fit_loop.epoch_progress.current.processed, fit_loop.epoch_loop.global_step)
+    """Whether the training has reached one of its limits. (Lightning counts also an epoch that a request to stop has
+    cut short.)"""
+    n_cut = not fit_loop.epoch_loop.batch_progress.is_last_batch
+    done = (fit_loop.epoch_progress.current.processed - n_cut, fit_loop.epoch_loop.global_step)
     return any(limit != -1 and n >= limit for n, limit in zip(done, limits(fit_loop), strict=True))
 
 

@@ -26,8 +26,10 @@ class CallbackStates:
         self._resumed_at = -1
         self._new: list[Any] = []
         """Callbacks that the run before did not have."""
-        self._counts_at_begin: list[int] = []
-        """What the ``EarlyStoppingCallback``s had counted when the run began."""
+        self._least_counts: list[int] = []
+        """The lowest counter that each ``EarlyStoppingCallback`` had in this run."""
+        self.had_stopped_early = False
+        """Whether an ``EarlyStoppingCallback`` has ended the run before."""
         self._warned: set[tuple[int, str]] = set()
         """Number of the callback, and name of the attribute, that a warning has named."""
 
@@ -75,12 +77,20 @@ class CallbackStates:
         ]
         for _, attributes in self._own:
             attributes.watch()
-        self._counts_at_begin = [one.early_stopping_patience_counter for one in self._early_stopping()]
+        self._least_counts = [one.early_stopping_patience_counter for one in self._early_stopping()]
+
+    def update_ended(self) -> None:
+        """Called after each update, and so after each evaluation but the last one."""
+        pairs = zip(self._early_stopping(), self._least_counts, strict=False)
+        self._least_counts = [min(one.early_stopping_patience_counter, n) for one, n in pairs]
 
     def has_stopped_early(self) -> bool:
-        """Whether an ``EarlyStoppingCallback`` has ended this run."""
-        counts = zip(self._early_stopping(), self._counts_at_begin, strict=False)
-        return any(one.early_stopping_patience <= one.early_stopping_patience_counter != n for one, n in counts)
+        """Whether an ``EarlyStoppingCallback`` has ended this run, or the run before just before it was killed: whether
+        its counter has risen to its patience. (It may have begun there, in a run that goes on after an early end.)"""
+        if self.had_stopped_early:
+            return True
+        counts = zip(self._early_stopping(), self._least_counts, strict=False)
+        return any(one.early_stopping_patience <= one.early_stopping_patience_counter > n for one, n in counts)
 
     def _early_stopping(self) -> list[EarlyStoppingCallback]:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]

@@ -13,6 +13,8 @@ class LoaderOwner(Protocol):
 
     found: Any
     """Not None if the training continues from the pool."""
+    has_batch: bool
+    """Set to True when the loader gives a batch."""
 
     def loader_of(self, loader: Any) -> Any:
         """Return the session's loader, which iterates over the Trainer's."""
@@ -31,12 +33,27 @@ class TrainLoader(WrappedLoader):
         batches: Iterator[Any] = iter(self._owner.loader_of(self._loader))
         for _ in range(self._n_skipped):
             next(batches)
-        return batches
+        return _Batches(batches, self._owner)
 
     def after(self, n_batches: int) -> TrainLoader:
         """Return the loader for an epoch of which the Trainer wants to skip the first batches. If the training goes on
         from the pool, this is the same loader: ``session.loader`` begins at the right batch by itself."""
         return self if self._owner.found is not None else TrainLoader(self._loader, self._owner, n_batches)
+
+
+class _Batches:
+    """The batches of one pass."""
+
+    def __init__(self, batches: Iterator[Any], owner: LoaderOwner) -> None:
+        self._batches, self._owner = batches, owner
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._owner.has_batch = True
+        return batch
 
 
 def skipping(skip: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,8 @@ How a run goes:
     next() of a batch   closes the step before: its log, evaluation and save are done
     the end of the loop ``session.close(done=True)``, before the Trainer loads its best model into the trained one. If a
                         request to stop has ended it (``should_training_stop``), the training is not finished: the last
-                        step is dropped, so that the pool holds a moment before the hooks at the end, and the next start
-                        goes on from there
+                        step is dropped, because the hooks at the end have run in it, and the next start continues from
+                        the checkpoint before
 
 Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``). If the process
 is killed inside an evaluation or a save, the step is made again, and the evaluation or save is repeated.
@@ -68,7 +68,9 @@ from lightck.integrations.replacing import replace
 from lightck.integrations.trainer_attributes import assigned_by_transformers, attributes_of
 from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import TrainLoader, skipping
+from lightck.integrations.trainer_refusals import refuse_arguments, refuse_hidden_state
 from lightck.integrations.trainer_state import EncodedState
+from lightck.integrations.unfinished import close_unfinished
 
 log = logging.getLogger("lightck")
 STATE_NAME = "trainer"
@@ -91,16 +93,6 @@ _USED = (
 """Attributes of ``Trainer`` that this file uses."""
 _USED_IN_TRAINING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 """Attributes that exist only while the Trainer trains."""
-_KEEPS_INPUTS = "_buffered_inputs"
-"""Attribute of TRL's trainers that train several times on inputs that they keep (GRPO, RLOO, distillation)."""
-_REFUSED = {
-    "GRPOTrainer": "it trains several times on generations that it keeps, and these are not saved",
-    "RLOOTrainer": "it trains several times on generations that it keeps, and these are not saved",
-    "OnlineDPOTrainer": "it trains on generations of an engine whose state is not saved",
-    "BEMACallback": "it keeps averages of the weights that are not saved",
-    "SyncRefModelCallback": "it changes a reference model that is not saved",
-}
-"""Names of classes of trainers and callbacks, and why a resume would not be exact with them."""
 
 
 def attach(
@@ -157,42 +149,8 @@ def _refuse_unsupported(trainer: object) -> None:
             f"This Trainer has made {trainer.state.global_step} updates already. Attach before train(); the pool then "
             "knows where the training begins."
         )
-    _refuse_hidden_state(trainer)
-    _refuse_arguments(trainer)
-
-
-def _refuse_hidden_state(trainer: transformers.Trainer) -> None:
-    for one in (trainer, *trainer.callback_handler.callbacks):
-        reasons = [(kind.__name__, _REFUSED.get(kind.__name__, "")) for kind in type(one).__mro__]
-        if hasattr(one, _KEEPS_INPUTS):
-            reasons.append(
-                (type(one).__name__, "it trains several times on inputs that it keeps, and these are not saved")
-            )
-        for name, reason in reasons:
-            if reason:
-                raise UnsupportedError(
-                    f"{name} cannot be resumed exactly: {reason}. Use the checkpoints of the Trainer itself."
-                )
-
-
-def _refuse_arguments(trainer: transformers.Trainer) -> None:
-    args = trainer.args
-    refused = {
-        "auto_find_batch_size": (args.auto_find_batch_size, "it begins the training anew with another batch size"),
-        "ignore_data_skip": (args.ignore_data_skip, "the data would begin anew at a resume"),
-        "deepspeed": (trainer.is_deepspeed_enabled, "DeepSpeed has its own optimizers and partitions"),
-        "sync_ref_model": (
-            getattr(args, "sync_ref_model", False),
-            "TRL changes the reference model while it trains, and the pool does not hold that model",
-        ),
-        "fsdp": (trainer.is_fsdp_enabled, "the Trainer's FSDP was not tested with lightck"),
-    }
-    for name, (is_given, reason) in refused.items():
-        if is_given:
-            raise UnsupportedError(
-                f"TrainingArguments({name}=...) cannot be used with lightck: {reason}. Leave the argument out, or use "
-                "the checkpoints of the Trainer itself."
-            )
+    refuse_hidden_state(trainer)
+    refuse_arguments(trainer)
 
 
 class Progress:
@@ -201,20 +159,22 @@ class Progress:
     def __init__(self, owner: TrainerSession) -> None:
         self._owner = owner
         self._encoded = EncodedState()
-        self._loaded: tuple[int, bool] | None = None
-        """(step, whether the run before was stopped at this step), as loaded."""
+        self._loaded: tuple[int, bool, bool] | None = None
+        """(step, whether the run before was stopped at this step, whether by early stopping), as loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         owner, trainer = self._owner, self._owner.trainer
         owner.callbacks.warn_of_changes()
         is_stopped = trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps
+        is_early = is_stopped and owner.callbacks.has_stopped_early()
         if self._loaded is not None and self._loaded[0] == trainer.state.global_step:
-            is_stopped = self._loaded[1]
+            _, is_stopped, is_early = self._loaded
         return {
             "trainer_state": self._encoded.of(trainer.state),
             "callbacks": json.dumps(owner.callbacks.states()),
             "attributes": owner.attributes.changed(),
             "epoch": owner.epoch,
+            "begun_epoch": owner.begun_epoch,
             "updates_before_epoch": owner.updates_before_epoch,
             "updates_per_epoch": owner.updates_per_epoch,
             "tr_loss": trainer._tr_loss,
@@ -224,6 +184,7 @@ class Progress:
             "initial_global_step": getattr(trainer, "_initial_global_step", 0),  # earlier releases have none
             "seconds": owner.seconds,
             "stopped": is_stopped,
+            "stopped_early": is_early,
             "epoch_was_cut": owner.epoch_was_cut,
             "evaluated": sorted(owner.started_loaders),
         }
@@ -244,10 +205,14 @@ class Progress:
         trainer.current_flos = state["current_flos"]
         if hasattr(trainer, "_initial_global_step"):
             trainer._initial_global_step = state["initial_global_step"]
-        self._loaded = own["global_step"], state["stopped"]
-        trainer.control.should_training_stop = state["stopped"] and not owner.is_longer
+        is_early = state.get("stopped_early", state["stopped"])
+        self._loaded = own["global_step"], state["stopped"], is_early
+        # Another request to stop ended the process that got it, and not the training.
+        trainer.control.should_training_stop = is_early and not owner.is_longer
+        owner.callbacks.had_stopped_early = trainer.control.should_training_stop
         owner.epoch_was_cut, owner.started_loaders = state["epoch_was_cut"], set(state["evaluated"])
         owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
+        owner.begun_epoch = state.get("begun_epoch")
         owner.callbacks.restore(state["callbacks"])
         owner.attributes.restore(state["attributes"])
 
@@ -260,6 +225,9 @@ class _Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._owner.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._owner.callbacks.update_ended()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._owner.epoch_was_cut |= bool(control.should_epoch_stop and not control.should_training_stop)
@@ -285,6 +253,8 @@ class TrainerSession:
         self.epoch, self.updates_before_epoch = 0, 0
         """The Trainer's epoch, and how many updates were made before it. The Trainer computes them from the length of
         its loader, and a loader of an iterable dataset has none."""
+        self.begun_epoch: int | None = None
+        """The last epoch whose ``on_epoch_begin`` has run; None if none has."""
         self._restored_groups: list[dict[str, Any]] = []
         """The hyperparameters of the optimizer after a resume."""
         self.updates_per_epoch: int | None = None
@@ -296,8 +266,8 @@ class TrainerSession:
         self._progress = Progress(self)
         self._folder: str | None = None
         """Holds ``trainer_state.json`` while a resumed ``train()`` runs."""
-        self._step_of_epoch = 0
-        """Number of updates before this run's part of the present epoch."""
+        self.has_batch = False
+        """Whether the loader has given a batch in this run's part of the present epoch."""
         self._began, self._seconds_before = 0.0, 0.0
 
     def __repr__(self) -> str:
@@ -518,11 +488,11 @@ class TrainerSession:
     @property
     def was_stopped(self) -> bool:
         """Whether somebody has asked this run to stop, other than ``EarlyStoppingCallback``, before its last update.
-        (At the end of the data the Trainer stops by itself, in an epoch without an update.)"""
+        (At the end of the data the Trainer stops by itself, in an epoch without a batch.)"""
         trainer, state = self.trainer, self.trainer.state
         if not trainer.control.should_training_stop or self.is_finished or state.global_step >= state.max_steps:
             return False
-        return state.global_step > self._step_of_epoch and not self.callbacks.has_stopped_early()
+        return self.has_batch and not self.callbacks.has_stopped_early()
 
     def _init_state(
         self, init: Callable[..., tuple[int, int]], max_steps: int, per_epoch: int, n_epochs: int, *others: Any
@@ -557,24 +527,24 @@ class TrainerSession:
         self.begins_epoch = is_first and not n_skipped and self.session is not None and self.session.done
         updates = n_skipped // trainer.args.gradient_accumulation_steps if is_first else 0
         self.epoch, self.updates_before_epoch = kwargs["epoch"], trainer.state.global_step - updates
-        if is_first and n_skipped and self.found is not None:  # on_epoch_begin has run for this epoch in the run before
-            self._restore_again()
+        found, self.begun_epoch = self.found, kwargs["epoch"]
+        if is_first and found is not None and (n_skipped or found.get("begun_epoch") == kwargs["epoch"]):
+            self._restore_again()  # the run before had run on_epoch_begin for this epoch
             for group, values in zip(_groups_of(trainer), self._restored_groups, strict=True):
                 group.update(copy.deepcopy(values))
-        self._step_of_epoch = trainer.state.global_step
+        self.has_batch = False
         run(*args, **kwargs)
 
     def _finalize(self, finalize: Callable[..., Any], trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """Close the session before the Trainer may load its best model into the trained one."""
         assert self.session is not None, "on_train_begin has made it"
         if self.was_stopped:
-            log.warning(
-                "lightck: a request to stop (should_training_stop) has ended this run after step %d of %d. The "
-                "training is not declared finished: the next start makes this step again, and goes on",
-                self.trainer.state.global_step,
-                self.trainer.state.max_steps,
+            state = self.trainer.state
+            close_unfinished(
+                self.session,
+                f"a request to stop (should_training_stop) has ended this run after step {state.global_step} of "
+                f"{state.max_steps}.",
             )
-            self.session.abandon()
         else:
             self.session.close(done=True)
         return finalize(trial, num_train_samples, start_time - self._seconds_before)

@@ -148,6 +148,8 @@ class Capture:
         self._frozen: dict[int, int] = {}
         """The tensors that were frozen when ``tensors`` found them: id of ``Live.registered`` -> id of ``Live.tensor``.
         The two ids differ only for a DTensor."""
+        self._frozen_left: dict[int, int] = {}
+        """The tensors of ``_frozen`` that no optimizer has updated since the last call of ``take_updated_frozen``."""
         self._updated_frozen: set[int] = set()
         """Ids of the frozen tensors that an optimizer updated since the last call of ``take_updated_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
@@ -227,17 +229,18 @@ class Capture:
             never_had_grad = self._never_had_grad[view.index]
             if never_had_grad:
                 self._remove_with_grad(never_had_grad)
-            if self._frozen:
-                frozen = self._frozen
-                self._updated_frozen |= {
-                    frozen[id(p)] for _, p in view.params if id(p) in frozen and p.grad is not None
-                }
+            if self._frozen_left:
+                frozen = self._frozen_left
+                for key in {id(p) for _, p in view.params if id(p) in frozen and p.grad is not None}:
+                    self._updated_frozen.add(frozen.pop(key))
 
     def take_updated_frozen(self) -> set[int]:
         """Return the ids of tensors that count as frozen, but were updated by an optimizer since the last call. That
         happens if ``requires_grad`` was set to True for the update only, or if the loop assigned a gradient to them.
         Version counters do not show all such updates: a fused kernel moves none."""
-        found, self._updated_frozen = self._updated_frozen, set()
+        found = self._updated_frozen
+        if found:
+            self._updated_frozen, self._frozen_left = set(), dict(self._frozen)
         return found
 
     def _remove_with_grad(self, never_had_grad: dict[int, torch.Tensor]) -> None:
@@ -434,6 +437,7 @@ class Capture:
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         self._frozen = {id(live.registered): id(live.tensor) for live in lives if live.is_frozen}
+        self._frozen_left = dict(self._frozen)
         return list(lives)
 
     @property

@@ -333,13 +333,17 @@ class Session:
             )
 
     @_exclusive
-    def close(self, *, done: bool = False) -> None:
+    def close(self, *, done: bool = False, drop_current: bool = False) -> None:
         """Commit the current step, end the threads, and release the pool. A second call does nothing.
 
         ``done``: record in the pool that the training is finished: ``session.done`` is True after the next attach.
+        ``drop_current``: do not save the current step. The newest checkpoint that was saved before is committed, and
+        the next start continues from it. This is for a loop whose end has changed what the step must not hold.
         After everything is released, an error of background work, of a callback of ``on_commit``, of ``keep=`` or of a
         tier is raised, or ``NothingSavedError``.
         """
+        if done and drop_current:
+            raise ValueError("done=True saves the current step, and drop_current=True drops it. Pass one of the two.")
         if not self.is_open:
             return
         problem = raised = None
@@ -352,11 +356,8 @@ class Session:
                 self._steps.continuation.session_ends()
                 self._steps.watch.session_ends()
                 with self._steps.meter.stall("close"):
-                    self._steps.capture.is_done = done or self.done
-                    self._steps.commit_current(None, also_step_0=False)
-                    if done:
-                        self._steps.commits.commit_done()
-                    problem = self._steps.watch.problem()
+                    self._commit_at_close(done, drop_current)
+                    problem = None if drop_current else self._steps.watch.problem()
                 raised = self._commit_callbacks.deliver_all()
                 if self._steps.commits.participants.tiers is not None:
                     request = self._steps.stop_request
@@ -371,6 +372,15 @@ class Session:
         self._traces.close()
         if problem is not None:
             raise NothingSavedError(problem)
+
+    def _commit_at_close(self, done: bool, drop_current: bool) -> None:
+        if drop_current:
+            self._steps.commits.commit_saved(None, None)
+            return
+        self._steps.capture.is_done = done or self.done
+        self._steps.commit_current(None, also_step_0=False)
+        if done:
+            self._steps.commits.commit_done()
 
     def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
         """Record the next ``steps`` steps (None: until the recording is closed), for Perfetto and ``lightck trace``.

@@ -205,7 +205,8 @@ def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: st
     if histories[0].isdisjoint(histories[1]):
         raise TierClaimedError(
             f"The tier {str(store)!r} and {pool} hold two trainings that both began anew (claims {in_tier} and "
-            f"{in_pool}): two jobs have used one tier. Nothing was changed. A tier holds one run: to continue from the "
+            f"{in_pool}): two jobs have used one tier, or one job has begun anew twice. Nothing was changed. A tier "
+            "holds one run: to continue from the "
             "pool, give it another folder; to continue from the tier, name a pool that does not exist yet."
         )
 

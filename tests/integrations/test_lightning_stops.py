@@ -12,6 +12,7 @@ import torch
 from toys import everything, in_child, same
 
 import lightck
+from lightck.errors import CheckpointExistsError
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("quiet_lightning")]
 pytest.importorskip("lightning")
@@ -134,6 +135,129 @@ def test_a_request_to_stop_does_not_finish_the_training(folder, pool, caplog):
     assert steps == [14, 13, 14]
     assert is_same
     assert logged.count("a request to stop (should_stop) has ended this fit after step 14") == 2
+
+
+@pytest.mark.parametrize(("step", "n_epochs"), [(24, 3), (4, 1)])
+def test_a_request_to_stop_in_the_last_epoch_does_not_finish_the_training(folder, pool, step, n_epochs):
+    def restarted() -> Any:
+        expected = fitted(folder / "plain", None, max_epochs=n_epochs)
+        stopped = fitted(folder / "out", pool, At(step, request), max_epochs=n_epochs)[1]
+        return stopped, same(fitted(folder / "out", pool, max_epochs=n_epochs), expected)
+
+    assert in_child(restarted) == (step, True)
+
+
+def test_a_request_to_stop_at_the_very_end_finishes_the_training(folder, pool):
+    def restarted() -> Any:
+        fitted(folder / "out", pool, At(10, request), max_epochs=1)
+        with lightck.recover(pool) as found:
+            return found.step, found.state["lightning"]["should_stop"]
+
+    assert in_child(restarted) == (10, True)
+
+
+def test_a_request_to_stop_names_the_step_of_the_next_start_and_waits_for_the_tiers(folder, pool, caplog):
+    def restarted() -> Any:
+        ours = LightckCallback(pool, interval=4, tiers=[lightck.Tier(str(folder / "tier"), every=4)])
+        trainer, module, data = trainer_of("plain", folder / "out", ours, At(14, request))
+        trainer.fit(module, **data)
+        return lightck.recover(str(folder / "tier")).step, caplog.text
+
+    step, logged = in_child(restarted)
+    assert step == 12
+    assert "has ended this fit after step 14" in logged
+    assert "is not declared finished: the next start continues from step 12" in logged
+
+
+def test_a_request_to_stop_that_a_checkpoint_holds_does_not_stop_the_next_start(folder, pool):
+    def request_and_flush(trainer: Any) -> None:
+        request(trainer)
+        next(one for one in trainer.callbacks if isinstance(one, LightckCallback)).session.flush()
+
+    def restarted() -> Any:
+        steps = [fitted(folder / "out", pool, At(14, request_and_flush))[1], lightck.recover(pool).step]
+        return [*steps, fitted(folder / "out", pool)[1]]
+
+    assert in_child(restarted) == [14, 14, 30]
+
+
+def test_early_stopping_before_min_epochs_finishes_the_training_after_a_kill(folder, pool, caplog):
+    def restarted() -> Any:
+        settings = {"min_epochs": 2, "max_epochs": 4}
+        stops = [EarlyStopping("val_loss", stopping_threshold=100.0) for _ in range(3)]
+        expected = fitted(folder / "plain", None, stops[0], **settings)
+        fitted(folder / "out", pool, stops[1], At(14, interrupt), **settings)
+        return same(fitted(folder / "out", pool, stops[2], **settings), expected), expected[1], caplog.text
+
+    is_same, step, logged = in_child(restarted)
+    assert (is_same, step) == (True, 20)
+    assert "request to stop" not in logged
+
+
+def test_a_class_of_the_script_may_be_called_early_stopping(folder, pool):
+    other = type("EarlyStopping", (Callback,), {})()
+    assert in_child(lambda: fitted(folder / "out", pool, other, max_epochs=1)[1]) == 10
+
+
+def test_a_time_that_is_used_up_is_named(folder, pool, caplog):
+    def logged() -> str:
+        fitted(folder / "out", pool, max_time={"milliseconds": 1})
+        return caplog.text
+
+    assert "The time of max_time is used up. It counts over all starts" in in_child(logged)
+
+
+def test_a_file_that_the_script_names_counts_though_lightning_would_find_it(folder, pool):
+    def restarted() -> type[BaseException]:
+        fitted(folder / "out", pool, OnExceptionCheckpoint(folder / "saved"), At(14, interrupt))
+        fitted(folder / "out", pool, At(18, interrupt))
+        trainer, module, data = trainer_of(
+            "plain", folder / "out", LightckCallback(pool), OnExceptionCheckpoint(folder / "saved")
+        )
+        with pytest.raises(lightck.LightckError) as raised:
+            trainer.fit(module, **data, ckpt_path=folder / "saved" / "on_exception.ckpt")
+        return type(raised.value)
+
+    assert in_child(restarted) is CheckpointExistsError
+
+
+class Kept(Callback):
+    """Keeps the loss of inference mode, and a count."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.loss = torch.ones(3) * 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
+class Other(Kept):
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+def test_attributes_of_callbacks_are_found_by_their_class(folder, pool, caplog):
+    def restarted() -> Any:
+        fitted(folder / "out", pool, Other(), Kept(), At(14, interrupt), inference_mode=True)
+        kept, other = Kept(), Other(100)
+        step = fitted(folder / "out", pool, kept, other)[1]
+        return step, kept.count, other.count, caplog.text
+
+    *found, logged = in_child(restarted)
+    assert found == [30, 30, 100]
+    assert "differs" not in logged
+
+
+def test_attributes_of_a_callback_that_is_gone_are_named(folder, pool, caplog):
+    def restarted() -> Any:
+        fitted(folder / "out", pool, Kept(), At(14, interrupt))
+        return fitted(folder / "out", pool)[1], caplog.text
+
+    step, logged = in_child(restarted)
+    assert step == 30
+    assert "the run before had the callback Kept, which had changed its attribute" in logged
 
 
 def test_early_stopping_finishes_the_training_until_there_are_more_epochs(folder, pool, caplog):

@@ -189,15 +189,45 @@ class Epochs(Counts):
         pass
 
 
-def test_the_hook_at_the_beginning_of_an_epoch_counts_once(folder, pool):
+class InterruptsAtBegin(TrainerCallback):
+    """Interrupts when the first update of the second epoch begins."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 10:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupts", [Interrupts(14), Interrupts(11), InterruptsAtBegin(), Interrupts(10)])
+def test_the_hook_at_the_beginning_of_an_epoch_counts_once(folder, pool, interrupts):
     def restarted() -> Any:
         whole = trained(folder / "plain", None, Epochs())
-        trained(folder / "out", pool, Epochs(), Interrupts(14))
+        trained(folder / "out", pool, Epochs(), interrupts)
         epochs = Epochs()
         resumed = trained(folder / "out", pool, epochs)
         return epochs.count, same(resumed.model.state_dict(), whole.model.state_dict())
 
     assert in_child(restarted) == (3, True)
+
+
+class KeepsOthers(TrainerCallback):
+    """Keeps a loss of inference mode, and what the pool holds anyway."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.optimizer, self.scheduler = others["optimizer"], others["lr_scheduler"]
+        with torch.inference_mode():
+            self.loss = torch.ones(3) * 2
+
+
+def test_a_callback_may_keep_the_optimizer_and_tensors_of_inference_mode(folder, pool, caplog):
+    def named() -> Any:
+        step = trained(folder / "out", pool, KeepsOthers(), max_steps=3).state.global_step
+        return step, caplog.text
+
+    step, logged = in_child(named)
+    assert step == 3
+    assert "its attribute 'loss'" in logged
+    assert "its attribute 'optimizer'" not in logged
+    assert "its attribute 'scheduler'" not in logged
 
 
 # -- requests to stop --------------------------------------------------------------------------------------------------
@@ -206,6 +236,64 @@ def test_the_hook_at_the_beginning_of_an_epoch_counts_once(folder, pool):
 class Requests(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == 14
+
+
+class RequestsInUpdate(TrainerCallback):
+    """Asks for the end while an update accumulates."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self._step
+
+
+@pytest.mark.parametrize("step", [5, 7])  # the first is the last one of an epoch
+def test_a_request_to_stop_while_an_update_accumulates_does_not_finish_the_training(folder, pool, step, caplog):
+    settings = {"gradient_accumulation_steps": 2}
+
+    def restarted() -> Any:
+        whole = trained(folder / "plain", None, **settings)
+        stopped = trained(folder / "out", pool, RequestsInUpdate(step), **settings).state.global_step
+        resumed = trained(folder / "out", pool, **settings)
+        return stopped, same(resumed.model.state_dict(), whole.model.state_dict()), caplog.text
+
+    *found, logged = in_child(restarted)
+    assert found == [step, True]
+    assert f"the next start continues from step {step}" in logged
+
+
+def test_a_request_to_stop_names_the_step_of_the_next_start_and_waits_for_the_tiers(folder, pool, caplog):
+    def stopped() -> Any:
+        trainer = trainer_of("plain", folder / "out", Requests())
+        tier = lightck.Tier(str(folder / "tier"), every=4)
+        integration.attach(trainer, pool, interval=4, tiers=[tier])
+        trainer.train()
+        return lightck.recover(str(folder / "tier")).step, caplog.text
+
+    step, logged = in_child(stopped)
+    assert step == 12
+    assert "has ended this run after step 14 of 30" in logged
+    assert "is not declared finished: the next start continues from step 12" in logged
+
+
+def test_a_request_to_stop_that_a_checkpoint_holds_does_not_stop_the_next_start(folder, pool):
+    class Flushes(Requests):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            super().on_step_end(args, state, control, **others)
+            if control.should_training_stop:
+                attached.session.flush()
+
+    attached: Any = None
+
+    def restarted() -> Any:
+        nonlocal attached
+        trainer = trainer_of("plain", folder / "out", Flushes())
+        attached = integration.attach(trainer, pool)
+        trainer.train()
+        return lightck.recover(pool).step, trained(folder / "out", pool).state.global_step
+
+    assert in_child(restarted) == (14, 30)
 
 
 def test_a_request_to_stop_does_not_finish_the_training(folder, pool, caplog):
@@ -245,6 +333,26 @@ def test_a_checkpoint_of_the_trainer_at_sigterm_does_not_finish_the_training(fol
         return trainer.state.global_step, saved, trained(folder / "out", pool, **settings).state.global_step
 
     assert in_child(restarted) == (6, ["checkpoint-5"], 8)
+
+
+def test_early_stopping_that_improves_after_an_early_end_ends_the_training_again(folder, pool):
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "eval_loss"}
+
+    def counters() -> Any:
+        callback = EarlyStoppingCallback(1)
+        trainer = trainer_of("plain", folder / "out", callback, **settings)
+        states = integration.attach(trainer, pool).callbacks
+        found = []
+        callback.early_stopping_patience_counter = 1  # as after an early end
+        states.watch()
+        found.append(states.has_stopped_early())
+        callback.early_stopping_patience_counter = 0
+        states.update_ended()
+        found.append(states.has_stopped_early())
+        callback.early_stopping_patience_counter = 1
+        return [*found, states.has_stopped_early()]
+
+    assert in_child(counters) == [False, False, True]
 
 
 def test_early_stopping_finishes_the_training_until_there_are_more_steps(folder, pool, caplog):
