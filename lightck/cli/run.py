@@ -39,7 +39,8 @@ def command(words: tuple[str, ...]) -> int:
     ended too, and return the exit status of COMMAND: lightck run -- python train.py
 
     These processes take ten minutes at most after the end of their training. A second SIGTERM or Ctrl-C after the end
-    of COMMAND ends the wait.
+    of COMMAND ends the wait. In the foreground of a terminal, SIGINT and SIGQUIT count as Ctrl-C and Ctrl-\\, which
+    COMMAND gets from the terminal itself: to end it from elsewhere, send SIGTERM.
     """
     _adopt_orphans()
     arrived: list[int] = []

@@ -586,6 +586,32 @@ def test_one_loader_may_have_two_positions(pool):
         assert session.step == 6
 
 
+@pytest.mark.parametrize("interval", [1, 4])
+def test_close_may_drop_the_current_step(pool, interval):
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, interval=interval)
+    states = [everything(model, optimizer)]
+    for _ in range(7):
+        train(model, optimizer, 1)
+        states.append(everything(model, optimizer))
+    with pytest.raises(ValueError, match="done=True saves the current step, and drop_current=True drops it"):
+        session.close(done=True, drop_current=True)
+    session.close(drop_current=True)
+    found = lightck.recover(pool)
+    assert session.committed == found.step == (6 if interval == 1 else 4)
+    assert is_step(found, states[found.step])
+
+
+def test_a_session_whose_only_step_is_dropped_has_saved_nothing(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 1)
+        session.close(drop_current=True)
+    assert session.committed is None
+
+
 def test_loader_is_closed_with_its_session(pool):
     model = net()
     with lightck.attach(model, pool, optimizer=adam(model)) as session:
