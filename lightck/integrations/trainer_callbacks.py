@@ -86,7 +86,7 @@ class CallbackStates:
 
     def has_stopped_early(self) -> bool:
         """Whether an ``EarlyStoppingCallback`` has ended this run, or the run before just before it was killed: whether
-        its counter has risen to its patience. (It may have begun there, in a run that goes on after an early end.)"""
+        its counter has risen to its limit. (It may have begun there, in a run that goes on after an early end.)"""
         if self.had_stopped_early:
             return True
         counts = zip(self._early_stopping(), self._least_counts, strict=False)

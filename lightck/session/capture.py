@@ -148,10 +148,8 @@ class Capture:
         self._frozen: dict[int, int] = {}
         """The tensors that were frozen when ``tensors`` found them: id of ``Live.registered`` -> id of ``Live.tensor``.
         The two ids differ only for a DTensor."""
-        self._frozen_left: dict[int, int] = {}
-        """The tensors of ``_frozen`` that no optimizer has updated since the last call of ``take_updated_frozen``."""
-        self._updated_frozen: set[int] = set()
-        """Ids of the frozen tensors that an optimizer updated since the last call of ``take_updated_frozen``."""
+        self._updated_frozen, self._frozen_left = set[int](), dict[int, int]()
+        """The ids of those that an optimizer updated since the last call of ``take_updated_frozen``, and the others."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
         that no update has changed the parameter."""
