@@ -122,12 +122,13 @@ class ConsumedGradients(StepListener):
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
         checksum covers. ``index``: see ``Indexing``. ``left_out``: returns the names of the parameters whose gradients
-        are not taken. It is asked again when the parameters of an optimizer have changed."""
+        are not taken: the same object as before, if nothing has changed."""
         self._copier, self._names_of, self._index, self._left_out = copier, names_of, index, left_out
         self._histories, self._block = GradientHistories(), block
         self._checksums = GradientChecksums(block)
-        self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]], frozenset[str]]] = {}
-        """Index of an optimizer -> ids and names of the parameters of each group, and which of them are left out."""
+        self._names: dict[int, tuple[list[list[int]], frozenset[str], list[tuple[str, ...]], frozenset[str]]] = {}
+        """Index of an optimizer -> ids of the parameters of each group, the last result of ``left_out``; the names of
+        the parameters of each group, and which of them are left out."""
         self._held: dict[HeldGradient, _PendingCopy] = {}
         self._running: dict[int, _RunningStep] = {}
         """Index of an optimizer -> its running step."""
@@ -332,12 +333,12 @@ class ConsumedGradients(StepListener):
         """Return the names of the parameters of each group, and which of them are left out. Ask for them again if the
         parameters have changed."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        known = self._names.get(index)
-        if known is None or known[0] != ids:
+        known, left_out = self._names.get(index), self._left_out()
+        if known is None or known[0] != ids or known[1] is not left_out:
             names = list(map(tuple, self._names_of(optimizer)))
-            left_out = self._left_out().intersection(name for group in names for name in group)
-            known = self._names[index] = ids, names, left_out
-        return known[1], known[2]
+            of_optimizer = left_out.intersection(name for group in names for name in group)
+            known = self._names[index] = ids, left_out, names, of_optimizer
+        return known[2], known[3]
 
     def _find_writes_of_step(self, running: _RunningStep) -> None:
         """Find gradients of the unobserved class that the step has changed. (For the other classes, ``copied`` detects

@@ -168,7 +168,7 @@ class GradientPools:
             return None
         writer.unprotect_all_but(held)
         step, update, names = closed_step.step, closed_step.update, writer.units.names
-        moved = frozenset[str]() if update is None else update.whole & writer.units.numbers.keys()
+        moved = writer.units.numbers.keys() & self._whole()
         if moved:
             raise RelayoutNeededError(f"{min(moved)!r} lies in homes, and no gradient of it is recorded any more")
         if update is None or writer.log.step != step - 1 or self._base_every_max < writer.log.base_every:

@@ -25,6 +25,7 @@ from lightck.layout import Layout
 from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
 from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
+from lightck.session.coupled_units import WholeUnits
 from lightck.session.discover import Objects, numbered_name
 from lightck.session.provisional import Provisional, copy_tensors
 from lightck.session.shared_state import warn_of_shared_memory_in_optimizers
@@ -142,6 +143,7 @@ class Capture:
         self._is_shared_checked = False
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
+        self._whole_units = WholeUnits()
         self._stepped_outside: set[int] = set()
         """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped while the wrapper's own
         ``step`` was not running."""
@@ -437,6 +439,10 @@ class Capture:
         self._frozen = {id(live.registered): id(live.tensor) for live in lives if live.is_frozen}
         self._frozen_left = dict(self._frozen)
         return list(lives)
+
+    def whole_units(self) -> frozenset[str]:
+        """Return the names of the parameters whose units lie whole in each checkpoint of ``Gradients``."""
+        return self._whole_units.of(self.tensors(), self.token, self.optimizers)
 
     @property
     def token(self) -> object:

@@ -1,31 +1,66 @@
-"""Which units of a rank lie whole in each checkpoint of ``Gradients``, because this rank cannot replay
-their updates.
+"""Which units lie whole in each checkpoint of ``Gradients``, because their updates cannot be replayed one by one.
 
-A unit is a parameter with its optimizer state. A class that is not element-wise (Muon) couples the elements of a
-parameter. If the parameter is a DTensor that is sharded, torch sends parts of it to other ranks during the update, so
-no rank can replay the update by itself. No gradient of such a unit is recorded: it lies in the slots of the pool,
-as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients. (With
-plain tensors a class of torch.optim sends nothing to other ranks. So its updates can be replayed, also if ``layout=``
-says that the tensors are parts.)
+A unit is a parameter with its optimizer state. If two parameters of optimizers share their memory (``b.data = a.data``,
+or ``nn.Parameter(a)``), the update of one changes the other. A class that is not element-wise (Muon) couples the
+elements of a parameter. If the parameter is a DTensor that is sharded, torch sends parts of it to other ranks during
+the update, so no rank can replay the update by itself. No gradient of such a unit is recorded: it lies in the slots of
+the pool, as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients.
+(With plain tensors a class of torch.optim sends nothing to other ranks. So its updates can be replayed, also if
+``layout=`` says that the tensors are parts.)
 
     update      ``hooks/consumed.py`` takes no gradient of it
     boundary    ``pipeline/gradient_pools.py`` gives it extents in slots; ``strategy/gradients.py`` writes it whole into
                 each checkpoint; the records of updates between checkpoints leave it out
     recovery    no update of it is replayed; its bytes are those of the checkpoint's own record
 
-Each rank decides for itself, by the placements of its tensors: it reads nobody else's pool to replay updates.
+Each rank decides for itself, by the placements of its tensors: it reads nobody else's pool to replay updates. If
+parameters begin to share memory while the training runs, the pool is replaced by one in which their units lie in slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightck.state.inventory import OptimizerView
+from lightck.pool.format.layout import HOME_ROLES
+from lightck.state.inventory import Live, OptimizerView, unit_of
 from lightck.state.local_tensors import is_dtensor
 from lightck.state.parts import is_part
 from lightck.state.torch_classes import ELEMENT_WISE
+
+
+class WholeUnits:
+    """The names of the parameters of these units, found again only if the tensors may have changed."""
+
+    def __init__(self) -> None:
+        self._token: object = None
+        self._shared: frozenset[str] = frozenset()
+        """Names of the parameters that share memory, or shared it before: a unit that lies in slots stays there."""
+        self._all: frozenset[str] = frozenset()
+
+    def of(self, lives: Iterable[Live], token: object, optimizers: Sequence[OptimizerView]) -> frozenset[str]:
+        """Return the names. ``lives``: the present tensors of model and optimizers. ``token``: identifies them, as
+        ``Capture.token`` does. As long as nothing changes, the result is the same object."""
+        if token is None or token is not self._token:
+            self._token = token
+            self._shared |= shared_units(lives, optimizers)
+            self._all = self._shared | coupled_units(optimizers)
+        return self._all
+
+
+def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> frozenset[str]:
+    """Return the names of the parameters of optimizers that have a tensor in the memory of another tensor, and the
+    names of those that have this other tensor. (A parameter under two names is one tensor, and one unit.)"""
+    names = {name for view in optimizers for name, _ in view.params}
+    lives = list(lives)
+    sharing = [one for one in lives if one.alias is not None and one.role in HOME_ROLES and unit_of(one) in names]
+    if not sharing:
+        return frozenset()
+    by_name = {one.name: one for one in lives}
+    targets = (by_name.get(one.alias or "") for one in sharing)
+    found = {unit_of(one) for one in targets if one is not None and one.role in HOME_ROLES}
+    return frozenset(found & names).union(map(unit_of, sharing))
 
 
 def coupled_units(optimizers: Iterable[OptimizerView]) -> frozenset[str]:

@@ -61,18 +61,19 @@ def gradient_pools(
     def updated() -> Collection[str]:
         return {name for view in optimizers() for name, _ in view.params}
 
-    def coupled() -> Collection[str]:
-        return coupled_units(optimizers())
+    def whole() -> Collection[str]:
+        found = reference()
+        return () if found is None else found.whole_units()
 
     def records_that_fit(entries: Sequence[Entry], state_nbytes: int) -> int:
         return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
 
-    _refuse_all_coupled(capture)
+    _refuse_all_whole(capture)
     base_every = base_every_given(strategy)
     is_chosen = base_every is not None or strategy.log_records is not None
     choose_n_records = None if is_chosen else records_that_fit
     capacity = capacity_of(compression)
-    return GradientPools(base_every, updated, interval, choose_n_records, capacity, coupled)
+    return GradientPools(base_every, updated, interval, choose_n_records, capacity, whole)
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
@@ -121,12 +122,19 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
     refuse_uncompressible(strategy.compress, arguments.model, found, is_rank_pool=is_rank_pool)
 
 
-def _refuse_all_coupled(capture: Capture) -> None:
+def _refuse_all_whole(capture: Capture) -> None:
     """Raise ``UnsupportedError`` if no gradient would be recorded, because the units of all parameters lie whole in
     each checkpoint."""
-    whole = coupled_units(capture.optimizers)
+    whole, coupled = capture.whole_units(), coupled_units(capture.optimizers)
     if not whole or any(name not in whole for view in capture.optimizers for name, _ in view.params):
         return
+    if whole != coupled:
+        raise UnsupportedError(
+            f"The parameters of the optimizer share their memory (for example {min(whole - coupled)!r}), so their "
+            "updates cannot be made again one by one, and each checkpoint would hold all of them whole. Use "
+            "strategy=FullState(). If one parameter is meant, assign it under both names, without .data and without a "
+            "second nn.Parameter."
+        )
     names = listed([view.class_name for view in capture.optimizers])
     raise UnsupportedError(
         f"{names} updates parameters of which each rank holds a part, and its update of a part may need the parts of "

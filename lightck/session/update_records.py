@@ -31,7 +31,6 @@ from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.base_check import BaseCheck
 from lightck.session.capture import Capture
-from lightck.session.coupled_units import coupled_units
 from lightck.session.outside_writes import OutsideWrites
 from lightck.session.update_audit import UpdateAudit
 from lightck.state.blocks import checksums
@@ -63,7 +62,7 @@ class UpdateRecords(StepListener):
         each update to find writes outside of updates. ``index``: see ``Indexing``."""
         self._capture, self._copied_at_boundary = capture, copied_at_boundary
         self.consumed_gradients = ConsumedGradients(
-            self, self._names_of, block=BLOCK_MAX, index=index, left_out=lambda: coupled_units(capture.optimizers)
+            self, self._names_of, block=BLOCK_MAX, index=index, left_out=capture.whole_units
         )
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
@@ -137,7 +136,7 @@ class UpdateRecords(StepListener):
         if token is None or token is not self._token:
             self._token = token
             own = (one for one in lives if one.role in HOME_ROLES and one.alias is None)
-            whole = coupled_units(self._capture.optimizers)
+            whole = self._capture.whole_units()
             self._watched = [one for one in own if unit_of(one) not in whole] if whole else list(own)
         self._outside.step_ended(self._watched, token)
 
@@ -231,7 +230,7 @@ class UpdateRecords(StepListener):
             self._outside.rebaseline()
             return None
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
-        return UpdateRecord(lives, self._packer.value(_recorded(update)), self._updated(update), _left_out_of(update))
+        return UpdateRecord(lives, self._packer.value(_recorded(update)), self._updated(update))
 
     def _checked_bases(self, update: CapturedUpdate) -> str:
         """Return why the units that are due must not be trusted to follow from their old bases; "" if they do follow,
@@ -317,11 +316,6 @@ class UpdateRecords(StepListener):
             self._logged.add(reason)
             which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
             log.info("lightck: %s step %d is full: %s", which, step, reason)
-
-
-def _left_out_of(update: CapturedUpdate) -> frozenset[str]:
-    """Return the names of the parameters that an update may have changed, and whose gradients were not taken."""
-    return frozenset[str]().union(*(step.left_out for step in update.optimizer_steps))
 
 
 def _recorded(update: CapturedUpdate) -> CapturedUpdate:

@@ -73,7 +73,7 @@ def refuse_low_ratio(changed_nbytes: int, gradient_nbytes: int, whole_nbytes: in
         raise UnsupportedError(
             f"An update of this training changes {ratio:.2f} bytes for each byte that a checkpoint would hold: "
             f"{gradient_nbytes} bytes of gradients, and {whole_nbytes} bytes of parameters and optimizer state that "
-            "are whole in each checkpoint, because this rank cannot make their updates again. Below "
+            "are whole in each checkpoint, because their updates cannot be made again. Below "
             f"{MIN_RATIO} it saves too little to store gradients instead. Use strategy=lightck.FullState()."
         )
     if ratio < MIN_RATIO:

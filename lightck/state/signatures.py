@@ -236,14 +236,13 @@ class UpdateRecord:
     """What the pool stores of an update, apart from the state after it.
 
     gradients: the tensors that it consumed, with the names of their entries. value: everything else that it consumed,
-    for the small state. updated: the names of the parameters that it changed. whole: the names of the parameters that
-    it changed, or may have changed, and whose gradients are not recorded: their units lie whole in each checkpoint.
+    for the small state. updated: the names of the parameters that it changed, without those whose gradients are not
+    recorded, because their units lie whole in each checkpoint.
     """
 
     gradients: list[Live]
     value: object
     updated: frozenset[str]
-    whole: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

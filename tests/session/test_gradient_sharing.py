@@ -1,0 +1,129 @@
+"""Parameters that share their memory, with ``strategy=Gradients``: the update of one changes the other, so their units
+lie whole in each checkpoint, and every checkpoint is that of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import crashed, everything, is_step
+
+import lightck
+from lightck.errors import UnsupportedError
+
+Tie = Callable[[nn.Sequential], None]
+
+
+def model_of(tie: Tie | None, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 8))
+    if tie is not None:
+        tie(model)
+    return model
+
+
+def by_data(model: nn.Sequential) -> None:
+    model[4].weight.data = model[0].weight.data
+
+
+def by_second_parameter(model: nn.Sequential) -> None:
+    model[4].weight = nn.Parameter(model[0].weight)
+
+
+def by_buffer(model: nn.Sequential) -> None:
+    model[0].register_buffer("reference", model[4].weight.data)
+
+
+def by_name(model: nn.Sequential) -> None:
+    model[4].weight = model[0].weight
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.01)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    pool: Path,
+    model: nn.Sequential,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    tie_at: dict[int, Tie],
+    **options: Any,
+) -> list[int]:
+    """Train, and compare the newest checkpoint of a kill after each step. Returns the steps that differ."""
+    wrong = []
+    with lightck.attach(
+        model, pool, optimizer=optimizer, strategy=lightck.Gradients(base_every=4), **options
+    ) as session:
+        for number in steps:
+            if number in tie_at:
+                tie_at[number](model)
+            update(model, optimizer, number)
+            session.flush()
+            found = lightck.recover(crashed(pool))
+            if found.step != number or not is_step(found, everything(model, optimizer)) or not found.exact:
+                wrong.append(number)
+    return wrong
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("tie", [by_data, by_second_parameter, by_buffer, by_name])
+def test_parameters_that_share_memory_are_recovered_and_resumed(pool, tie, make):
+    model = model_of(tie)
+    optimizer = make(model.parameters())
+    assert trained(pool, model, optimizer, range(1, 10), {}) == []
+    resumed = model_of(tie)
+    other = make(resumed.parameters())
+    assert trained(pool, resumed, other, range(10, 16), {}, resume=True) == []
+    for number in range(10, 16):
+        update(model, optimizer, number)
+    assert str(everything(resumed, other)) == str(everything(model, optimizer))
+
+
+def untie(model: nn.Sequential) -> None:
+    model[4].weight.data = model[4].weight.data.clone()
+
+
+@pytest.mark.parametrize("tie", [by_data, by_buffer])
+def test_parameters_that_begin_and_end_to_share_memory_in_mid_training(pool, tie):
+    model = model_of(None)
+    optimizer = adamw(model.parameters())
+    assert trained(pool, model, optimizer, range(1, 20), {7: tie, 13: untie}) == []
+
+
+def test_a_resume_without_the_sharing_goes_on(pool):
+    model = model_of(by_data)
+    assert trained(pool, model, adamw(model.parameters()), range(1, 7), {}) == []
+    resumed = model_of(None)
+    assert trained(pool, resumed, adamw(resumed.parameters()), range(7, 16), {}, resume=True) == []
+
+
+def test_a_good_pool_is_not_replaced_if_everything_shares_memory(pool):
+    def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model[1].weight.data = model[0].weight.data
+        return model, adamw(model.parameters())
+
+    model, optimizer = make()
+    with lightck.attach(model, pool, optimizer=optimizer):
+        update(model, optimizer, 1)
+    before = pool.read_bytes()
+    model, optimizer = make()
+    with pytest.raises(UnsupportedError, match="share their memory .*Use strategy=FullState"):
+        lightck.attach(model, pool, optimizer=optimizer, strategy=lightck.Gradients(base_every=4), resume=True)
+    assert pool.read_bytes() == before
