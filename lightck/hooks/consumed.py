@@ -36,11 +36,13 @@ from lightck.hooks.captured_update import (
 )
 from lightck.hooks.gradient_classes import GradientHistories, GradientHistory
 from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, GradientChecksums
-from lightck.state.consumed_update import ConsumedGroup, options_by_value
+from lightck.state.consumed_update import ConsumedGroup, Implementation, options_by_value
 from lightck.state.implementation_choice import chosen_implementations, writes_gradients
 from lightck.state.indexed_gradient import IndexedGradient
 from lightck.state.local_tensors import local_of
+from lightck.state.partial_optimizer import recorded_name
 from lightck.state.signatures import version_counter_of
+from lightck.state.torch_classes import irreproducible_reason
 
 log = logging.getLogger("lightck")
 _CLOSURE_AGAIN = (
@@ -119,16 +121,22 @@ class ConsumedGradients(StepListener):
         block: int,
         index: Indexing = never_indexed,
         left_out: Callable[[], frozenset[str]] = frozenset,
+        distrust_earlier: Callable[[HeldGradient], None] = lambda gradient: None,
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
         checksum covers. ``index``: see ``Indexing``. ``left_out``: returns the names of the parameters whose gradients
-        are not taken: the same object as before, if nothing has changed."""
+        are not taken: the same object as before, if nothing has changed. ``distrust_earlier``: called if this gradient
+        was written before its copy ended, and neither an address nor a version counter shows it. So earlier copies that
+        were compared in part only may be wrong."""
+        self._distrust_earlier = distrust_earlier
         self._copier, self._names_of, self._index, self._left_out = copier, names_of, index, left_out
         self._histories, self._block = GradientHistories(), block
         self._checksums = GradientChecksums(block)
         self._names: dict[int, tuple[list[list[int]], frozenset[str], list[tuple[str, ...]], frozenset[str]]] = {}
         """Index of an optimizer -> ids of the parameters of each group, the last result of ``left_out``; the names of
         the parameters of each group, and which of them are left out."""
+        self._class_names: dict[type[Optimizer], str] = {}
+        """Class of an optimizer -> ``recorded_name``."""
         self._held: dict[HeldGradient, _PendingCopy] = {}
         self._running: dict[int, _RunningStep] = {}
         """Index of an optimizer -> its running step."""
@@ -231,6 +239,8 @@ class ConsumedGradients(StepListener):
             self._overwritten(pending, "Its version counter or its address has changed.")
         elif not checksums_match(pending):
             self._overwritten(pending, "Its checksum differs from that of the gradient before the update.")
+            if self._checksums.is_partial and gradient.kind is not GradientClass.UNOBSERVED:
+                self._distrust_earlier(gradient)
         else:
             pending.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
             self._let_go(pending, CopyResult.VALIDATED)
@@ -290,7 +300,7 @@ class ConsumedGradients(StepListener):
         if not self._steps and not self._running:
             self._histories.begin_update()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        groups, pending_copies = [], []
+        groups, pending_copies, reasons = [], [], set[str]()
         gradients: dict[str, HeldGradient | None] = {}
         names_of_groups, left_out = self._names_in(index, optimizer)
         for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
@@ -301,6 +311,9 @@ class ConsumedGradients(StepListener):
             ]
             implementation, exceptions = chosen_implementations(type(optimizer), group, names, optimizer.state)
             is_written = writes_gradients(type(optimizer), group, implementation, scale is not None)
+            for dtype, one in {(p.dtype, exceptions.get(name, implementation)) for p, name, _ in found}:
+                why = irreproducible_reason(type(optimizer), group, one is Implementation.FUSED, dtype)
+                reasons |= set() if why is None else {why}
             groups.append(ConsumedGroup(names, options_by_value(group), implementation, exceptions))
             gradients |= dict.fromkeys(names)
             for p, name, grad in found:
@@ -322,12 +335,14 @@ class ConsumedGradients(StepListener):
         for pending, blocks in zip(pending_copies, expected, strict=True):
             pending.expected = blocks
             self._held[pending.gradient] = pending
-        kind = type(optimizer).__name__
+        kind = self._class_names.get(type(optimizer))
+        if kind is None:
+            kind = self._class_names[type(optimizer)] = recorded_name(type(optimizer))
         step = CapturedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf), left_out)
         unobserved = [
             (one, one.gradient.tensors) for one in pending_copies if one.gradient.kind is GradientClass.UNOBSERVED
         ]
-        return _RunningStep(step, torch.get_num_threads(), unobserved)
+        return _RunningStep(step, torch.get_num_threads(), unobserved, sorted(reasons))
 
     def _names_in(self, index: int, optimizer: Optimizer) -> tuple[list[tuple[str, ...]], frozenset[str]]:
         """Return the names of the parameters of each group, and which of them are left out. Ask for them again if the
@@ -357,9 +372,9 @@ class ConsumedGradients(StepListener):
         if self._may_log_recycled and self._histories.has_recycled:
             self._may_log_recycled = False
             log.warning(
-                "lightck: the loop zeroes gradients in place, so each of them is copied inside optimizer.step(), "
-                "before the update begins. Call zero_grad() without set_to_none=False, and they are copied in the "
-                "background"
+                "lightck: two updates used one gradient tensor (the loop zeroes gradients in place, or steps twice "
+                "with them), so each gradient is copied inside optimizer.step(), before the update begins. Call "
+                "zero_grad() after each step, without set_to_none=False, and they are copied in the background"
             )
 
 

@@ -1,7 +1,8 @@
 """Checksums of gradients before the update, to compare with the checksums of their copies.
 
 A version counter alone proves nothing: ``GradScaler.unscale_``, ``.grad.data`` and numpy do not move it. So the first
-gradients of each parameter are compared whole. Later the gradients take turns, one block at each update.
+gradients of each parameter are compared whole. Later the gradients take turns: 16 MiB of them at each update, and one
+gradient if they are on a device. (If one step's gradients have no more bytes than that, all of them are compared.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lightck.state.blocks import Blocks, checksums
 WHOLE_COPIES = 3
 """The gradients of a parameter are compared whole until this many copies were right. The copy of the parameter's first
 gradient (``GradientClass.UNOBSERVED``) does not count."""
+TURN_NBYTES = 16 << 20
+"""How many bytes are compared in turn at each update."""
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -55,8 +58,10 @@ class GradientChecksums:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self._next: dict[int, int] = {}
-        """Number of an optimizer -> how many gradients of it were chosen in turn so far."""
+        self._next: dict[int, tuple[int, int]] = {}
+        """Number of an optimizer -> the tensor of its gradients, and the block of it, that comes next in turn."""
+        self.is_partial = False
+        """Whether a block of a gradient was ever left out."""
 
     def read(
         self, index: int, gradients: Sequence[HeldGradient], are_whole: Sequence[bool]
@@ -65,26 +70,40 @@ class GradientChecksums:
         its copy must have. ``are_whole``: whether to compare all blocks of a gradient."""
         tensors = [gradient.tensors for gradient in gradients]
         ranges = [one for i, is_whole in enumerate(are_whole) if is_whole for one in _whole_ranges(i, tensors[i])]
-        return self._read_ranges(ranges + self._range_in_turn(index, tensors, are_whole), len(tensors))
+        return self._read_ranges(ranges + self._ranges_in_turn(index, tensors, are_whole), len(tensors))
 
     def read_whole(self, gradients: Sequence[tuple[torch.Tensor, ...]]) -> list[list[ExpectedBlocks]]:
         """Read all blocks of gradients, each given as its tensors."""
         ranges = [one for i, tensors in enumerate(gradients) for one in _whole_ranges(i, tensors)]
         return self._read_ranges(ranges, len(gradients))
 
-    def _range_in_turn(
+    def _ranges_in_turn(
         self, index: int, gradients: Sequence[tuple[torch.Tensor, ...]], are_whole: Sequence[bool]
     ) -> list[_ByteRange]:
-        """Choose one block of the next gradient, and the block after it when this gradient has its turn again."""
-        chosen, n = self._next.get(index, 0), len(gradients)
-        if not n or are_whole[chosen % n]:
-            return []
-        self._next[index] = chosen + 1
-        turn, gradient = divmod(chosen, n)
-        turn_of_tensor, tensor = divmod(turn, len(gradients[gradient]))
-        plain = plain_tensor(gradients[gradient][tensor])
-        first = turn_of_tensor % max(-(-plain.nbytes // self._block), 1)
-        return [_ByteRange(gradient, tensor, plain, first, min(self._block, plain.nbytes - first * self._block))]
+        """Choose the blocks that come next in turn."""
+        left = [
+            (i, k, tensor)
+            for i, (tensors, is_whole) in enumerate(zip(gradients, are_whole, strict=True))
+            if not is_whole
+            for k, tensor in enumerate(tensors)
+        ]
+        found, budget = list[_ByteRange](), TURN_NBYTES
+        start, first = self._next.get(index, (0, 0))
+        for at in range(start, start + len(left)):
+            i, k, tensor = left[at % len(left)]
+            plain = plain_tensor(tensor)
+            n_blocks = -(-plain.nbytes // self._block)
+            first = first if first < n_blocks else 0
+            n = min(n_blocks - first, max(budget // self._block, 1))
+            found.append(_ByteRange(i, k, plain, first, min(n * self._block, plain.nbytes - first * self._block)))
+            is_at_end = first + n >= n_blocks
+            start, first = ((at + 1) % len(left), 0) if is_at_end else (at % len(left), first + n)
+            budget -= found[-1].nbytes if plain is tensor else TURN_NBYTES
+            if budget <= 0 or not is_at_end:
+                break
+        self._next[index] = start, first
+        self.is_partial |= sum(one.nbytes for one in found) < sum(tensor.nbytes for _, _, tensor in left)
+        return found
 
     def _read_ranges(self, ranges: Sequence[_ByteRange], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]

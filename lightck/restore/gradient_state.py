@@ -368,10 +368,11 @@ class _NonTensorStates:
 
 
 def _non_tensor_states(record: GradientCheckpoint) -> dict[str, dict[Any, Any]]:
-    """Return parameter -> its state that is not stored as tensors, at the step of a record."""
+    """Return parameter -> its state that is not stored as tensors, at the step of a record. (A record between two
+    checkpoints has none: an update of such state leaves no record.)"""
     found: dict[str, dict[Any, Any]] = {}
     try:
-        for optimizer in typed(unpack_dict(record.state)["optimizers"], list):
+        for optimizer in typed(unpack_dict(record.state).get("optimizers", []), list):
             saved = typed(optimizer, dict)
             if not saved.get("wraps", False):
                 of_all = unpack_dict(typed(saved["values"], bytes), tensor=partial(_tensor_in_record, record))

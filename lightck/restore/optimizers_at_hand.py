@@ -10,7 +10,7 @@ from torch import nn
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
 from lightck.state.inventory import ModelView, optimizer_views
 from lightck.state.optimizer_wrappers import optimizers_to_follow
-from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.partial_optimizer import PartialOptimizer, recorded_name
 
 
 class OptimizersAtHand:
@@ -21,14 +21,15 @@ class OptimizersAtHand:
         """``model``, ``optimizers``: as in ``recover``. They are not changed, and what is no module is ignored here:
         the restore refuses it by name."""
         self._partial: list[tuple[str, frozenset[str], PartialOptimizer]] = []
-        """Of each live optimizer: class name, names of its parameters, and the object that replays its steps."""
+        """Of each live optimizer: name of its class in records, names of its parameters, and the object that replays
+        its steps."""
         self._live: dict[str, torch.Tensor] = {}
         if not isinstance(model, nn.Module):
             return
         for view in optimizer_views(optimizers_to_follow(list(optimizers)), ModelView(model).names_by_id()):
             self._live.update(view.params)
             names = frozenset(name for name, _ in view.params)
-            self._partial.append((view.class_name, names, PartialOptimizer.of(view.optimizer)))
+            self._partial.append((recorded_name(type(view.optimizer)), names, PartialOptimizer.of(view.optimizer)))
 
     def for_updates(self, updates: Sequence[ConsumedUpdate]) -> dict[int, PartialOptimizer]:
         """Return index of an optimizer in these updates -> the object that replays its steps: the live optimizer of the

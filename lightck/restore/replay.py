@@ -23,8 +23,8 @@ import torch
 from lightck.errors import ReplayError, listed
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
 from lightck.state.fingerprint import flushes_denormals
-from lightck.state.neutral_settings import neutral_settings
-from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.neutral_settings import float32_by_default, neutral_settings
+from lightck.state.partial_optimizer import PartialOptimizer, recorded_name
 from lightck.state.unit_update import SLICE_NUMEL, Unit, group_indexes_of, is_independent_of_threads, update_unit
 
 Check = Callable[[Unit, int], str | None]
@@ -75,7 +75,7 @@ def replay(
     plan = _Plan(bases, updates, optimizers, to_step, check, slice_numel)
     parallel = [base for base in bases if plan.is_parallel(base)]
     in_turn = [base for base in bases if not plan.is_parallel(base)]
-    with neutral_settings():
+    with neutral_settings(), float32_by_default():
         _replay_in_parallel(plan, parallel, workers or len(os.sched_getaffinity(0)))
         for base in in_turn:
             plan.replay(base)
@@ -163,8 +163,9 @@ def _calls(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -
     calls = []
     for consumed in update.optimizer_steps:
         optimizer = optimizers.get(consumed.optimizer)
-        if optimizer is None or optimizer.kind.__name__ != consumed.class_name:
-            found = "no optimizer is given" if optimizer is None else f"{optimizer.kind.__name__} is given"
+        given = None if optimizer is None else recorded_name(optimizer.kind)
+        if optimizer is None or given != consumed.class_name:
+            found = "no optimizer is given" if optimizer is None else f"{given} is given"
             raise ReplayError(
                 f"The update of step {update.step} was made by optimizer {consumed.optimizer}, a "
                 f"{consumed.class_name}, and {found} in its place. Create the optimizers as in the training.",

@@ -139,8 +139,7 @@ class Capture:
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
-        self._is_unsharded_reported = False
-        self._is_shared_checked = False
+        self._is_unsharded_reported = self._is_shared_checked = False
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
         self._whole_units = WholeUnits()

@@ -83,7 +83,7 @@ class UpdateAudit:
                     update_unit(copy.unit, consumed, copy.group_index, partial, threads=torch.get_num_threads())
             except ReplayError as err:
                 return f"the update of {name!r} cannot be made again: {err}"
-            if not _is_equal(copy, copy.unit.states[index]):
+            if _can_be_compared(copy.state) and not _is_equal(copy, copy.unit.states[index]):
                 return f"the update of {name!r} has other bits if it is made again"
         return ""
 
@@ -116,6 +116,8 @@ def _copied(
     """Return a copy of a window of a unit, or of all of it; None if it is not audited. ``n``: the number of the update,
     which chooses the window."""
     state, group, live = optimizer.state.get(p, {}), step.groups[group_index], p.detach()
+    if not _can_be_compared(state):
+        return None
     implementation = group.other_implementations.get(held.name, group.implementation)
     gradient = held.as_copied(tensors) if not held.is_sparse else None
     assert gradient is None or isinstance(gradient, torch.Tensor)
@@ -142,6 +144,11 @@ def _copied(
         parameter.requires_grad_(p.requires_grad)
     unit = Unit(held.name, parameter, {step.optimizer: copies})
     return _Copy(live, _LiveState(optimizer, p), window, unit, consumed, group_index)
+
+
+def _can_be_compared(state: Mapping[Any, Any]) -> bool:
+    """Whether all tensors of a state are dense. (No checkpoint holds others: the boundary refuses them by name.)"""
+    return all(one.layout is torch.strided for one in state.values() if isinstance(one, torch.Tensor))
 
 
 class _LiveState(Mapping[Any, Any]):

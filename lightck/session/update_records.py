@@ -62,7 +62,12 @@ class UpdateRecords(StepListener):
         each update to find writes outside of updates. ``index``: see ``Indexing``."""
         self._capture, self._copied_at_boundary = capture, copied_at_boundary
         self.consumed_gradients = ConsumedGradients(
-            self, self._names_of, block=BLOCK_MAX, index=index, left_out=capture.whole_units
+            self,
+            self._names_of,
+            block=BLOCK_MAX,
+            index=index,
+            left_out=capture.whole_units,
+            distrust_earlier=self._distrust_earlier,
         )
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
@@ -90,6 +95,10 @@ class UpdateRecords(StepListener):
         """How many checkpoints in a row were full for a reason."""
         self._hole = ""
         """Why the next checkpoint is full, if an update since the last one has left no record; "" if none has."""
+        self._optimizer_of: dict[str, int] = {}
+        """Name of a parameter -> index of the optimizer that last had it."""
+        self._token_of_optimizers: object = None
+        """``Capture.token`` at the last update of ``_optimizer_of``."""
         self._saved_step: int | None = None
         """The step of the last checkpoint that closed."""
         self._watched: list[Live] = []
@@ -110,7 +119,7 @@ class UpdateRecords(StepListener):
         self._copies.clear()
         self._last.clear()
         self._begun.clear()
-        self._update = self._token = None
+        self._update = self._token = self._token_of_optimizers = None
         self._watched = []
         self._outside.forget()
         self._audit.forget()
@@ -135,7 +144,7 @@ class UpdateRecords(StepListener):
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
-            own = (one for one in lives if one.role in HOME_ROLES and one.alias is None)
+            own = (one for one in lives if one.role in HOME_ROLES and one.alias is None and _is_dense(one))
             whole = self._capture.whole_units()
             self._watched = [one for one in own if unit_of(one) not in whole] if whole else list(own)
         self._outside.step_ended(self._watched, token)
@@ -199,6 +208,16 @@ class UpdateRecords(StepListener):
     def overwritten(self, gradient: HeldGradient, reason: str) -> None:
         log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)
 
+    def _distrust_earlier(self, gradient: HeldGradient) -> None:
+        if self.distrusted(None):
+            log.warning(
+                "lightck: the loop writes into the gradient of %r after optimizer.step(), in a way that torch does not "
+                "count (.data, numpy). The next checkpoint is full, and when it is committed, older ones that may be "
+                "wrong are struck (made unreadable). Write into gradients after zero_grad() or before step() only, or "
+                "without .data",
+                gradient.name,
+            )
+
     def discarded(self, step: CapturedStep) -> None:
         for gradient in step.present_gradients():
             self._copies.pop(gradient, None)
@@ -212,12 +231,13 @@ class UpdateRecords(StepListener):
         self._find_outside_writes()
         self.consumed_gradients.find_overwritten()
         update, self._update, self._begun = self._update, None, []
+        moved = self._moved()
         reason, self._reason = self._reason or self._distrust, ""
         is_again, self._saved_step = step == self._saved_step, step
         if update is None or update.step != step:
             reason = reason or ("it is saved once more" if is_again else "its update was not seen")
         else:
-            reason = reason or _reason_of(update)
+            reason = reason or _reason_of(update) or moved
         if not self._capture.state_is_only_tensors():
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if not reason and update is not None:
@@ -231,6 +251,18 @@ class UpdateRecords(StepListener):
             return None
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         return UpdateRecord(lives, self._packer.value(_recorded(update)), self._updated(update))
+
+    def _moved(self) -> str:
+        """Return why an update leaves no record if a parameter belonged to another optimizer before, which a replay
+        does not follow; else ""."""
+        token = self._capture.token
+        if token is not None and token is self._token_of_optimizers:
+            return ""
+        self._token_of_optimizers = token
+        now = {name: view.root for view in self._capture.optimizers for name, _ in view.params}
+        moved = [name for name, one in now.items() if self._optimizer_of.get(name, one) != one]
+        self._optimizer_of |= now
+        return f"the parameter {moved[0]!r} has moved to another optimizer" if moved else ""
 
     def _checked_bases(self, update: CapturedUpdate) -> str:
         """Return why the units that are due must not be trusted to follow from their old bases; "" if they do follow,
@@ -316,6 +348,11 @@ class UpdateRecords(StepListener):
             self._logged.add(reason)
             which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
             log.info("lightck: %s step %d is full: %s", which, step, reason)
+
+
+def _is_dense(live: Live) -> bool:
+    """Whether a tensor is no sparse one, which no checkpoint holds: the boundary refuses it by name."""
+    return live.tensor.layout is torch.strided
 
 
 def _recorded(update: CapturedUpdate) -> CapturedUpdate:

@@ -34,6 +34,21 @@ def neutral_settings() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Use float32 as the default dtype, in all threads, during the block. (Optimizers create state of it. Of updates
+    that were made with another one, nothing is recorded.)"""
+    before = torch.get_default_dtype()
+    if before is torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def settings_reason(kind: type[Optimizer]) -> str:
     """Return why a replay may compute other bits than an update that this class makes now; "" if it does not."""
     if flushes_denormals():

@@ -43,6 +43,14 @@ Groups = Sequence[tuple[Mapping[str, object], Sequence[torch.Tensor]]]
 """For each parameter group: its options, and the tensors to update."""
 
 
+def recorded_name(kind: type[Optimizer]) -> str:
+    """Return the name of an optimizer's class in a record of its updates. A class that is none of ``torch.optim``, and
+    is called like one of them, gets a name that no class has, so that a replay does not take the one for the other."""
+    name = kind.__name__
+    is_torch = kind is TORCH_CLASSES.get(name) and foreign_code(kind) is None
+    return f"{name} (not that of torch)" if name in TORCH_CLASSES and not is_torch else name
+
+
 class PartialOptimizer:
     """Makes steps of an optimizer's class on chosen tensors.
 

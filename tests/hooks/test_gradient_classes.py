@@ -16,7 +16,7 @@ from torch import nn
 from toys import forward, net, same
 
 from lightck.events import SessionLock, StepEvents, StepListener
-from lightck.hooks import own_hooks
+from lightck.hooks import own_hooks, probation
 from lightck.hooks.captured_update import CopyResult, Deadline, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.gradient_classes import GradientHistories, shares_memory
@@ -224,8 +224,9 @@ def test_a_gradient_that_is_written_before_its_copy_is_reported(one, n_before, w
     assert training.copies.updates[-1].is_complete
 
 
-def test_an_unannounced_write_is_found_in_turn():
-    """After the first records one block of each gradient is compared, another one each time."""
+def test_an_unannounced_write_is_found_in_turn(monkeypatch):
+    """After the first records some blocks are compared, other ones each time."""
+    monkeypatch.setattr(probation, "TURN_NBYTES", BLOCK)
     weight = nn.Parameter(torch.zeros(4 * BLOCK // 4))
     training = Captured(nn.ParameterList([weight]), optimizer := torch.optim.SGD([weight], lr=0.1))
     one = weight, optimizer, training
@@ -269,22 +270,30 @@ def test_an_announced_write_is_found_at_once():
     assert gradient.result is CopyResult.OVERWRITTEN
 
 
-def test_all_gradients_have_their_turn():
+@pytest.mark.parametrize(("n_blocks", "n_updates"), [(1, 150), (2, 90), (7, 25), (1000, 1)])
+def test_all_gradients_have_their_turn(monkeypatch, n_blocks, n_updates):
+    monkeypatch.setattr(probation, "TURN_NBYTES", n_blocks * BLOCK)
     gradients = [HeldGradient(str(i), OWNED, (torch.rand(40 + i),)) for i in range(30)]
-    probation, seen = GradientChecksums(BLOCK), set()
-    for _ in range(30 * 5):
-        for gradient, blocks in zip(gradients, probation.read(0, gradients, [False] * 30), strict=True):
+    checks, seen = GradientChecksums(BLOCK), set()
+    for _ in range(n_updates):
+        n_read = 0
+        for gradient, blocks in zip(gradients, checks.read(0, gradients, [False] * 30), strict=True):
             of_copy = [checksums(gradient.tensors[0], BLOCK)]
             assert all(one.matches(of_copy) for one in blocks)
-            seen |= {(gradient.name, one.first_block) for one in blocks}
+            seen |= {(gradient.name, one.first_block + i) for one in blocks for i in range(len(one.checksums))}
+            n_read += sum(len(one.checksums) for one in blocks)
+        assert n_read <= 2 * n_blocks + 1
     assert seen == {(one.name, i) for one in gradients for i in range(-(-one.tensors[0].nbytes // BLOCK))}
+    assert checks.is_partial == (n_blocks < 1000)
 
 
 def test_what_is_read_in_turn_is_bounded():
-    large = [HeldGradient(str(i), OWNED, (torch.zeros(1 << 20),)) for i in range(3)]
-    probation = GradientChecksums(1 << 20)
+    large = [HeldGradient(str(i), OWNED, (torch.zeros(1 << 21),)) for i in range(6)]
+    checks = GradientChecksums(1 << 20)
     for _ in range(12):
-        assert [len(one.checksums) for found in probation.read(0, large, [False] * 3) for one in found] == [1]
+        n_blocks = [len(one.checksums) for found in checks.read(0, large, [False] * 6) for one in found]
+        assert n_blocks == [8, 8]
+    assert checks.is_partial
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

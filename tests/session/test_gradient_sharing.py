@@ -124,6 +124,6 @@ def test_a_good_pool_is_not_replaced_if_everything_shares_memory(pool):
         update(model, optimizer, 1)
     before = pool.read_bytes()
     model, optimizer = make()
-    with pytest.raises(UnsupportedError, match="share their memory .*Use strategy=FullState"):
+    with pytest.raises(UnsupportedError, match=r"share their memory .*Use strategy=FullState"):
         lightck.attach(model, pool, optimizer=optimizer, strategy=lightck.Gradients(base_every=4), resume=True)
     assert pool.read_bytes() == before
