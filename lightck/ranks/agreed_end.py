@@ -8,17 +8,20 @@ do not reach. The loop of each rank asks at the same points whether to stop (``S
     freeze      each rank learns it, passes no further point, and writes how many it has passed
     verdict     the largest of these numbers: every rank continues up to this point
     end         each rank passes points up to the verdict; the next answer is "yes" on all ranks
+    withdrawal  a rank that has waited too long for the numbers of the others gives up for all: each rank passes all
+                points. Verdict and withdrawal have one key in the store, and the first of them counts
 
 *Data flow.* A helper thread of each rank looks into the key-value store of the process group, over a connection of its
 own. The training thread never uses the store: it calls ``pass_point``.
 
-*Invariant.* All ranks get "yes" at the same point. A rank passes nothing between its freeze and the verdict, so the
-verdict is at least what each rank has passed; and a rank that has passed less goes on until it is there, so no rank is
-left alone in a step that another one has begun.
+*Invariant.* All ranks get "yes" at the same point, or none does. A rank passes nothing between its freeze and the
+verdict, so the verdict is at least what each rank has passed; and a rank that has passed less goes on until it is
+there, so no rank is left alone in a step that another one has begun.
 
-*Failure cases.* A rank is killed or stands still before it has frozen: there is no verdict, and the callers of
-``pass_point`` stop waiting by themselves (``missing`` says for whom). The store fails: the helper tries again each
-second. The ranks are restarted: keys of the earlier attempt have another nonce.
+*Failure cases.* A rank is killed or stands still before it has frozen: there is no verdict, and a caller of
+``pass_point`` that has waited long enough calls ``withdraw`` (``missing`` says for whom it waited). The store fails:
+the helper tries again each second, and if that lasts, the caller goes on although nothing is decided. The ranks are
+restarted: keys of the earlier attempt have another nonce.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ _RETRY_SECONDS = 1.0
 _RANKS = 64
 """In a group of more ranks than this ``_POLL_SECONDS`` and ``_WAITING_SECONDS`` are longer in proportion."""
 _JOIN_SECONDS = 1.0
+_WITHDRAWN = -1
+"""The decision, in place of a verdict, that no rank ends."""
 
 
 class EndAgreement:
@@ -59,7 +64,7 @@ class EndAgreement:
         store. ``requested``: called on the helper thread, with the number of the signal, when this rank learns that
         another one was asked to stop."""
         self._store, self._rank, self._requested = store, rank, requested
-        self._request_key = key("end-request", 0)
+        self._request_key, self._decision_key = key("end-request", 0), key("end-decision", 0)
         self._passed_keys = [key("end-passed", one) for one in range(world_size)]
         self._factor = max(1.0, world_size / _RANKS)
         self._lock = threading.Lock()
@@ -67,6 +72,9 @@ class EndAgreement:
         self._is_frozen = False
         self._verdict: int | None = None
         """The verdict: how many points all ranks pass."""
+        self.is_withdrawn = False
+        """Whether a rank gave up before there was a verdict, so that all ranks pass all points."""
+        self._wants_withdrawal = False
         self._missing: list[int] = []
         self._signal: int | None = None
         self._is_own_request = self._is_count_written = False
@@ -83,12 +91,17 @@ class EndAgreement:
         """Let the loop pass this point, count it, and return True; return False if the loop must end here. None if that
         is not decided yet, and the caller asks again. Called on the training thread."""
         with self._lock:
-            if self._is_frozen and self._verdict is None:
+            if self._is_frozen and self._verdict is None and not self.is_withdrawn:
                 return None
             if self._verdict is not None and self._n_passed >= self._verdict:
                 return False
             self._n_passed += 1
             return True
+
+    def withdraw(self) -> None:
+        """Give up for all ranks, unless there is a verdict by now. Then ask ``pass_point`` again, which goes on to give
+        None until that is decided."""
+        self._wants_withdrawal = True
 
     def postpone(self) -> None:
         """Let the loop pass this point too, because it can end here on no rank. ``pass_point`` has returned False."""
@@ -111,7 +124,7 @@ class EndAgreement:
 
     def _run(self) -> None:
         pause = _POLL_SECONDS * self._factor
-        while self._verdict is None:
+        while self._verdict is None and not self.is_withdrawn:
             try:
                 signum = self._news.get(timeout=pause)
             except queue.Empty:
@@ -143,9 +156,20 @@ class EndAgreement:
         if not self._is_count_written:
             self._store.set(self._passed_keys[self._rank], msgpack.packb(n_passed))
             self._is_count_written = True
-        if not self._store.check(self._passed_keys):
-            self._missing = [rank for rank, key in enumerate(self._passed_keys) if not self._store.check([key])]
-        else:
-            verdict = max(int(msgpack.unpackb(one)) for one in self._store.multi_get(self._passed_keys))
+        decision = self._decided()
+        if decision is not None:
             with self._lock:
-                self._verdict = verdict
+                self._verdict, self.is_withdrawn = (None, True) if decision == _WITHDRAWN else (decision, False)
+
+    def _decided(self) -> int | None:
+        """Decide if that is possible, and return the decision that counts; None if there is none yet."""
+        if self._store.check(self._passed_keys):
+            wanted = max(int(msgpack.unpackb(one)) for one in self._store.multi_get(self._passed_keys))
+        elif self._wants_withdrawal:
+            wanted = _WITHDRAWN
+        elif self._store.check([self._decision_key]):
+            return int(self._store.multi_get([self._decision_key])[0])
+        else:
+            self._missing = [rank for rank, key in enumerate(self._passed_keys) if not self._store.check([key])]
+            return None
+        return int(self._store.compare_set(self._decision_key, "", str(wanted)))

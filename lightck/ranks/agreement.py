@@ -128,8 +128,10 @@ def decide(
     # A random number is added, so that two trainings that continue from copies of one directory get different
     # incarnations.
     incarnation = next_incarnation(report.incarnation for report in reports) + _random_number(reports)
-    if overwrite or not any(held):
+    if overwrite or not (any(held) or any(report.is_damaged for report in reports)):
         return _new_run(reports)
+    if not any(held):  # each pool is damaged or lost
+        raise _nothing_common(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
     lost = ranks_without_pool(reports)
     restorable = [ids - unrestorable.keys() for rank, ids in enumerate(held) if rank not in lost]

@@ -48,6 +48,8 @@ class Store(Protocol):
 
     def multi_get(self, keys: list[str], /) -> Sequence[bytes]: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
@@ -260,6 +262,10 @@ class Meeting:
 
     def _write(self, message: bytes) -> None:
         self.store.set(self.key(str(self._n_rounds), self.rank), message)
+
+    def new_key(self, what: str) -> str:
+        """Return a key of the store that is the same on all ranks, and another one after the next exchange."""
+        return self.key(what, self._n_rounds)
 
     def key(self, *parts: object) -> str:
         return "/".join((_PREFIX, self._nonce, *map(str, parts)))

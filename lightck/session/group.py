@@ -118,6 +118,11 @@ class _OwnStore:
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         return [self._values[key] for key in keys]
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        if self._values.get(key, b"") == expected.encode():
+            self._values[key] = desired.encode()
+        return self._values[key]
+
 
 def world_of_one(pool_path: object, group: object) -> Group | None:
     """Return this process as the only rank of a world, if the path is a directory with pools of ranks; None for any

@@ -124,6 +124,7 @@ def replace_pools_from_tier(
         return
     stores = [open_store(each.root, each.options) for each in tiers]
     hosts = Hosts.of([one.decode() for one in meeting.exchange("directories", directory_id(directory).encode())])
+    hosts = hosts.merged(directory, group, meeting)
     is_first = hosts.place_in_directory(group.rank)[0] == 0
     rejected: list[Rejected] = []
     own = [

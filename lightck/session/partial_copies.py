@@ -25,7 +25,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -118,7 +118,7 @@ class PartialCopies:
         """Number of a copy in this directory -> what it has."""
         self.n_received = 0
         """Bytes of other hosts' pools that this rank has written to copies."""
-        self._transport = _Transport(group, self._timeout) if self._copies else None
+        self._transport = _Transport(group, meeting, self._timeout) if self._copies else None
 
     @property
     def _timeout(self) -> float:
@@ -413,24 +413,37 @@ class _CopyFile:
 
 
 class _Transport:
-    """Bytes between two ranks, over a process group of gloo that is made for this."""
+    """Bytes between two ranks, over a process group of gloo that is made for this.
 
-    def __init__(self, group: Group, timeout: float) -> None:
+    It is made without ``torch.distributed.new_group``, which all ranks would have to have called equally often: torch
+    names a group by the number of groups that a rank belongs to.
+    """
+
+    def __init__(self, group: Group, meeting: Meeting, timeout: float) -> None:
+        """Raises ``RankError``."""
         dist = torch.distributed
         if not dist.is_gloo_available():
             raise RankError(
                 "Pools must be copied between hosts, for which lightck uses gloo, and this torch has none. Copy the "
                 "pools of all hosts into one directory that all ranks see, and pass that."
             )
-        self._group = dist.new_group(
-            list(group.members), timedelta(seconds=timeout), "gloo", use_local_synchronization=True
-        )
+        connection: Any = group.connect()
+        store = dist.PrefixStore(meeting.new_key("pools"), connection)
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=timeout))
+        except Exception as err:  # of the store, or of gloo
+            raise RankError(
+                f"The ranks cannot connect to each other, to copy pools between hosts ({type(err).__name__}: {err}). "
+                "gloo needs TCP connections between the hosts: see whether a firewall forbids them, and whether "
+                "GLOO_SOCKET_IFNAME names an interface of this host. Or copy the pools of all hosts into one directory "
+                "that all ranks see, and pass that."
+            ) from err
 
     def send(self, data: torch.Tensor, rank: int) -> None:
-        torch.distributed.send(data, group=self._group, group_dst=rank)
+        self._gloo.send([data], rank, 0).wait()
 
     def receive(self, data: torch.Tensor, rank: int) -> None:
-        torch.distributed.recv(data, group=self._group, group_src=rank)
+        self._gloo.recv([data], rank, 0).wait()
 
     def send_message(self, message: object, rank: int) -> None:
         packed = msgpack.packb(message)
@@ -445,5 +458,4 @@ class _Transport:
         return msgpack.unpackb(data.numpy().tobytes())
 
     def close(self) -> None:
-        with suppress(Exception):  # another rank may be gone
-            torch.distributed.destroy_process_group(self._group)
+        del self._gloo

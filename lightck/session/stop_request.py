@@ -27,6 +27,8 @@ from lightck.session.steps import Steps
 log = logging.getLogger("lightck")
 _PAUSE_SECONDS = 0.002
 """Between two looks whether the ranks have agreed."""
+_WITHDRAWAL_SECONDS = 5.0
+"""How long after the deadline a rank waits until it is certain that the other ranks go on too."""
 
 
 class StopRequest(CommitListener):
@@ -56,7 +58,7 @@ class StopRequest(CommitListener):
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Wakes the watcher: True for a signal. (``put`` may be called in a signal's handler.)"""
         self._agreement = None if agree is None else agree(self._other_rank_was_asked)
-        self._is_alone_reported = False
+        self._is_withdrawal_reported = False
         steps.stop_request = self
         steps.pipeline.events.add(self)
         weakref.finalize(steps, self._news.put, False).atexit = False
@@ -134,24 +136,30 @@ class StopRequest(CommitListener):
         return self._is_ready
 
     def _is_end_of_all(self, agreement: EndAgreement) -> bool:
-        """Whether all ranks end at this reading. Waits until that is decided, until the deadline at most."""
+        """Whether all ranks end at this reading. Waits until that is decided. At the deadline this rank gives up for
+        all ranks; it goes on by itself if the store does not answer then."""
         while (may_continue := agreement.pass_point()) is None:
-            if self.deadline is not None and time.monotonic() >= self.deadline:
-                self._report_alone(agreement)
+            late = -1.0 if self.deadline is None else time.monotonic() - self.deadline
+            if late >= 0:
+                agreement.withdraw()
+            if late >= _WITHDRAWAL_SECONDS:
+                self._report_withdrawn(agreement)
                 return False
             time.sleep(_PAUSE_SECONDS)
+        if agreement.is_withdrawn:
+            self._report_withdrawn(agreement)
         return not may_continue
 
-    def _report_alone(self, agreement: EndAgreement) -> None:
-        if not self._is_alone_reported:
-            self._is_alone_reported = True
-            ranks = ", ".join(map(str, agreement.missing)) or "some"
+    def _report_withdrawn(self, agreement: EndAgreement) -> None:
+        if not self._is_withdrawal_reported:
+            self._is_withdrawal_reported = True
+            missing = ", ".join(map(str, agreement.missing))
             log.warning(
-                "lightck: %s came, and ranks %s did not answer within %g s. So the ranks have not agreed where to "
-                "stop, and this one goes on. Call lightck.preemption on all ranks, and read session.should_stop on all "
-                "of them. Each finished step is in the pools",
+                "lightck: %s came, and %s did not answer within %g s. So the ranks have not agreed where to stop, and "
+                "all of them go on. Call lightck.preemption on all ranks, and read session.should_stop on all of them. "
+                "Each finished step is in the pools",
                 self.name,
-                ranks,
+                f"ranks {missing}" if missing else "one of the ranks",
                 self.grace,
             )
 

@@ -56,6 +56,63 @@ def test_nobody_is_let_through_as_long_as_a_rank_does_not_answer():
         each.close()
 
 
+def test_a_rank_that_gives_up_lets_all_ranks_go_on():
+    """The late rank answers after that: it must not end alone."""
+    store = Store(random.Random(0))
+    *agreements, absent = begun(3, store, [[], [], []])
+    absent.close()
+    agreements[0].request(15)
+    until(lambda: agreements[0].pass_point() is None and agreements[1].pass_point() is None)
+    agreements[0].withdraw()
+    until(lambda: agreements[0].is_withdrawn and agreements[1].is_withdrawn)
+    late = EndAgreement(store, lambda what, rank: f"{what}/{rank}", 2, 3, lambda signum: None)
+    until(lambda: late.is_withdrawn)
+    assert all(each.pass_point() for each in (*agreements, late) for _ in range(10))
+    for each in (*agreements, late):
+        each.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_verdict_or_a_withdrawal_counts_on_all_ranks(seed, monkeypatch):
+    """Each rank gives up after a time of its own, one stands still for a while, and the store fails now and then."""
+    print(f"seed {seed}")
+    for name, seconds in (("_POLL_SECONDS", 0.01), ("_WAITING_SECONDS", 0.001), ("_RETRY_SECONDS", 0.002)):
+        monkeypatch.setattr(f"lightck.ranks.agreed_end.{name}", seconds)
+    chance = random.Random(seed)
+    n_ranks = 3
+    agreements = begun(n_ranks, Store(chance, fails=0.1), [[] for _ in range(n_ranks)])
+    waits = [chance.uniform(0.0, 0.04) for _ in range(n_ranks)]
+    asleep = chance.uniform(0.0, 0.04)
+    ended: dict[int, int | None] = {}
+
+    def loop(rank: int) -> None:
+        for step in range(1, 200):
+            if step == 3 and rank == 0:
+                agreements[rank].request(15)
+            if step == 4 and rank == 1:
+                time.sleep(asleep)
+            time.sleep(0.0005)
+            began = time.monotonic()
+            while (passes := agreements[rank].pass_point()) is None:
+                if time.monotonic() - began > waits[rank]:
+                    agreements[rank].withdraw()
+                time.sleep(0.0005)
+            if not passes:
+                ended[rank] = step
+                return
+        ended[rank] = None
+
+    threads = [threading.Thread(target=loop, args=(rank,), daemon=True) for rank in range(n_ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(ended) == n_ranks, f"seed {seed}: ranks hang, {ended} have ended"
+    assert len(set(ended.values())) == 1, f"seed {seed}: {ended}"
+    for each in agreements:
+        each.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_all_loops_end_at_one_point_whatever_the_store_does(seed, monkeypatch):
     """Each loop runs on a thread of its own; in a step all ranks wait for each other, or none does. Some are asked to

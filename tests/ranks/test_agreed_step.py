@@ -38,6 +38,14 @@ class Store:
         self._maybe_fail()
         return [self._values[key] for key in keys]
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        assert expected == ""
+        self._maybe_fail()
+        with self._lock:
+            found = self._values.setdefault(key, desired.encode())
+        self._maybe_fail()
+        return found
+
 
 @dataclass
 class Rank:

@@ -88,6 +88,17 @@ def test_without_pools_a_new_training_begins():
 
 
 @pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("second_is_damaged", [False, True])
+def test_pools_without_an_intact_checkpoint_are_not_overwritten(resume, second_is_damaged):
+    """Each pool is damaged, or one is and the other is lost."""
+    damaged = report(run_id=RUN, world_id=WORLD, is_damaged=True)
+    reports = [damaged, damaged if second_is_damaged else report()]
+    with pytest.raises(RankError, match=r"No checkpoint in the pool of rank 0 \(host h\) is intact"):
+        decide(reports, resume=resume, overwrite=False)
+    assert decide(reports, resume=resume, overwrite=True).adopted is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
 def test_a_start_that_was_cut_off_begins_anew(resume):
     """Rank 0 had committed checkpoint 0, and rank 1 had no pool yet."""
     assert decide([report(0), report()], resume=resume, overwrite=False).adopted is None

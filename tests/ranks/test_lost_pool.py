@@ -463,13 +463,29 @@ def test_an_optimizer_with_another_state_on_each_rank_is_named(pools):
         assert "differ in optimizer/last.weight/exp_avg_sq. Nothing was changed" in str(found)
 
 
-def test_a_damaged_pool_is_not_replaced_unasked(pools, two):
-    two.copy_to(pools)
-    path = pools / pool_name(1, 2)
+def damage_manifests(path: Path) -> None:
     reader = toys.checkpoints(path)[0].reader
     for slot in range(len(reader.superblock.slots)):
         for index in (0, 1):
             toys.flip(path, reader.superblock.manifest_at(slot, index) + 200)
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": False}])
+def test_damaged_pools_of_all_ranks_are_not_replaced_unasked(pools, two, options):
+    two.copy_to(pools)
+    for rank in (0, 1):
+        damage_manifests(pools / pool_name(rank, 2))
+    before = contents_of(pools)
+    for found in errors(2, attaching(pools, **options)):
+        assert isinstance(found, RankError)
+        assert "No checkpoint in the pool of rank 0 (host" in str(found)
+    assert contents_of(pools) == before
+
+
+def test_a_damaged_pool_is_not_replaced_unasked(pools, two):
+    two.copy_to(pools)
+    path = pools / pool_name(1, 2)
+    damage_manifests(path)
     before = contents_of(pools)
     for found in errors(2, attaching(pools)):
         assert isinstance(found, RankError)

@@ -142,6 +142,30 @@ def test_ranks_that_changed_their_hosts_go_on_with_their_own_state(pools, name):
     assert places(pools) == [(0, 1), (1, 0)]
 
 
+def test_pools_are_copied_between_ranks_that_belong_to_other_groups_and_by_two_sessions(pools):
+    """torch counts the process groups of each rank, and names groups of gloo by that."""
+
+    def body(hosts: Hosts, upto: int) -> Callable[[int], Any]:
+        def run(rank: int) -> list[int]:
+            os.environ[HOST_VARIABLE] = f"host-{hosts[rank]}"
+            torch.distributed.new_group([0])
+            pools.mkdir(exist_ok=True)
+            began = []
+            for name in ("one", "other"):
+                model, optimizer = build(WORLDS["fsdp 2"])
+                directory = pools / f"host-{hosts[rank]}" / name
+                directory.parent.mkdir(exist_ok=True)
+                with lightck.attach(model, directory, optimizer=optimizer, resume=True, timeout=30) as session:
+                    began.append(session.step)
+                    updates(WORLDS["fsdp 2"], rank, model, optimizer, range(session.step, upto))
+            return began
+
+        return run
+
+    assert values(run_ranks(2, body([0, 1], STEPS))) == [[0, 0], [0, 0]]
+    assert values(run_ranks(2, body([1, 0], STEPS + 1))) == [[STEPS, STEPS], [STEPS, STEPS]]
+
+
 def test_random_states_follow_a_rank_to_another_host(pools):
     """Each rank draws on from where it was at the checkpoint."""
 

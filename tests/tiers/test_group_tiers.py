@@ -29,6 +29,7 @@ from lightck.pool.reader import RejectedCheckpoint, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.ranks.directory import existing_pools
 from lightck.restore.usable import checkpoints_of
+from lightck.session.group import HOST_VARIABLE
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
@@ -120,6 +121,24 @@ def test_the_tier_counts_if_the_pool_of_one_rank_is_lost_and_holds_what_no_other
     runs = values(trained("fsdp", pools, tier))
     assert {run.began for run in runs} == {steps_in_first_claim(tier)[-1]}
     assert is_equal(runs, plain("fsdp"))
+
+
+def test_hosts_with_one_directory_go_on_from_the_tier(pools, tier):
+    def run(rank: int) -> int:
+        os.environ[HOST_VARIABLE] = f"host-{rank}"
+        model = net()
+        optimizer = adam(model)
+        tiers = [lightck.Tier(tier, every=5)]
+        with lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=30, tiers=tiers) as session:
+            began = session.step
+            train(model, optimizer, 7)
+        return began
+
+    assert values(run_ranks(2, run)) == [0, 0]
+    lost(pools)
+    pools.mkdir()
+    assert values(run_ranks(2, run)) == [7, 7]
+    assert len(existing_pools(str(pools))) == 2
 
 
 @pytest.mark.usefixtures("pmdk")
