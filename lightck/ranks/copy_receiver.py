@@ -50,8 +50,10 @@ class CopyReceiver:
         self._thread.start()
 
     def close(self) -> None:
-        self._link.close()
+        self._link.end()
         self._thread.join(_JOIN_SECONDS)
+        if not self._thread.is_alive():
+            self._link.close()
 
     def _run(self) -> None:
         try:

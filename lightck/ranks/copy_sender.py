@@ -197,9 +197,11 @@ class CopySender:
         """End the thread. A copy that is being made is given up."""
         self._stop.set()
         self._wake.set()
-        self._link.close()
+        self._link.end()
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
+        if self._thread is None or not self._thread.is_alive():
+            self._link.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -116,10 +116,15 @@ class Link:
         self.receive(memoryview(data))
         return bytes(data)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the connection. A thread that waits in another method gets ``LinkError``."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and free the descriptor. No other thread may use the connection any more: its next call
+        could write to another file, which has got the descriptor."""
+        self.end()
         self._socket.close()
 
     # -- the handshake -----------------------------------------------------------------------------------
