@@ -95,13 +95,14 @@ def test_updates_of_torch_are_replayed_by_torch_though_the_script_has_a_class_of
 # -- what changes in mid-training --------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_moves_to_another_optimizer_with_its_state(pool):
+@pytest.mark.parametrize("moves_at", [5, 6, 7, 8])
+def test_a_parameter_that_moves_to_another_optimizer_with_its_state(pool, moves_at):
     model = deep()
     one = torch.optim.Adam([*model[0].parameters(), *model[4].parameters()], lr=0.01)
     other = torch.optim.Adam(model[2].parameters(), lr=0.001)
 
     def step(number: int) -> None:
-        if number == 7:
+        if number == moves_at:
             moved = list(model[4].parameters())
             one.param_groups[0]["params"] = [p for p in one.param_groups[0]["params"] if all(p is not q for q in moved)]
             other.add_param_group({"params": moved, "lr": 0.01})
@@ -145,15 +146,15 @@ def test_sparse_state_is_refused_by_name(pool):
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["data", "numpy"])
-def test_a_late_write_to_a_gradient_that_torch_does_not_count(pool, how):
+@pytest.mark.parametrize(("how", "first"), [("data", 5), ("data", 6), ("numpy", 0), ("numpy", 4)])
+def test_a_late_write_to_a_gradient_that_torch_does_not_count(pool, how, first):
     model = deep(256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 
     def step(number: int) -> None:
         backward(model, number)
         optimizer.step()
-        if number > 12 and number % 4 == 1:
+        if number > 12 and number % 7 == first:
             if how == "data":
                 model[2].weight.grad.data[7].div_(2)
             else:
