@@ -63,6 +63,9 @@ def never_indexed(_gradient: torch.Tensor) -> IndexedGradient | None:
     return None
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class GradientCopier(Protocol):
     """Copies gradients. Each copy is reported to ``ConsumedGradients.copied``."""
 
@@ -120,7 +123,7 @@ class ConsumedGradients(StepListener):
         *,
         block: int,
         index: Indexing = never_indexed,
-        left_out: Callable[[], frozenset[str]] = frozenset,
+        left_out: Callable[[], frozenset[str]] = lambda: _NONE,
         distrust_earlier: Callable[[HeldGradient], None] = lambda gradient: None,
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one

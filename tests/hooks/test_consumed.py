@@ -347,7 +347,7 @@ def test_gradients_that_are_zeroed_in_place(caplog):
     assert all(kinds(training, number) == {GradientClass.RECYCLED} for number in range(1, STEPS))
     assert training.elsewhere_differs(training.from_late)
     (line,) = caplog.messages
-    assert "Call zero_grad() without set_to_none=False" in line
+    assert "Call zero_grad() after each step, without set_to_none=False" in line
 
 
 @pytest.mark.parametrize("writes_local", [False, True], ids=["DTensor", "local tensor"])
