@@ -33,9 +33,11 @@ are called directly, because the two Python functions convert to enums, which ta
 ``_handler_of`` returns an int for a signal that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
-_chained: dict[int, Callable[..., object]] = {}
-"""Signal number -> the user's handler, for each signal for which another handler was installed during a deferral. That
+_chained: dict[int, list[Callable[..., object]]] = {}
+"""Signal number -> the user's handlers that were replaced by another handler during a deferral, newest last. Such a
 handler may keep ``_defer``, which it found installed, and call it as the handler before it (torch's of CHLD does)."""
+_chain_depth: dict[int, int] = {}
+"""Signal number -> how many of ``_chained`` are running now, each called by the one that came after it."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
 """(the user's handler, signal number, frame) of each queued signal."""
 _is_deferring = False
@@ -139,8 +141,13 @@ def _defer(number: int, frame: FrameType | None) -> None:
     a deferral calls this function later, call the user's handler."""
     user = _user_handlers.get(number)
     if user is None:
-        if number in _chained:
-            _chained[number](number, frame)
+        handlers, depth = _chained.get(number, []), _chain_depth.get(number, 0)
+        if depth < len(handlers):
+            _chain_depth[number] = depth + 1
+            try:
+                handlers[-1 - depth](number, frame)
+            finally:
+                _chain_depth[number] = depth
     elif all(number != other for _, other, _ in _pending):  # each number once, because the system queues it once
         _pending.append((user, number, frame))
 
@@ -148,9 +155,14 @@ def _defer(number: int, frame: FrameType | None) -> None:
 def _replace_handlers() -> None:
     # ``map`` over the C function takes less time than a call in the loop. This runs several times in each step.
     for number, user in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):
-        if type(user) is not int and callable(user) and user is not _defer:
+        if type(user) is int or not callable(user):
+            continue
+        if user is not _defer:
             _user_handlers[number] = user
             _set_handler(number, _defer)
+        elif number not in _user_handlers and _chained.get(number):
+            # A handler that found ``_defer`` installed has installed it again, outside of a deferral.
+            _user_handlers[number] = _chained[number].pop()
 
 
 def _restore_handlers() -> None:
@@ -163,7 +175,7 @@ def _restore_handlers() -> None:
             if _handler_of(number) is _defer:
                 _set_handler(number, user)
             else:
-                _chained[number] = user
+                _chained.setdefault(number, []).append(user)
             del _user_handlers[number]
     finally:
         if _user_handlers:

@@ -103,6 +103,17 @@ class _PendingCopy:
 
 
 @dataclass(slots=True, eq=False)
+class _Names:
+    """The names of an optimizer's parameters. given, all_left_out: what ``names_of`` and ``left_out`` returned. names:
+    of the parameters of each group. left_out: those of them that are left out."""
+
+    given: Sequence[Sequence[str]]
+    all_left_out: frozenset[str]
+    names: list[tuple[str, ...]]
+    left_out: frozenset[str]
+
+
+@dataclass(slots=True, eq=False)
 class _RunningStep:
     """A ``step`` between its last pre-step hook and its end. unobserved: its gradients of an unobserved class, with
     their tensors, because a gradient that is copied no longer has them."""
@@ -126,7 +137,8 @@ class ConsumedGradients(StepListener):
         left_out: Callable[[], frozenset[str]] = lambda: _NONE,
         distrust_earlier: Callable[[HeldGradient], None] = lambda gradient: None,
     ) -> None:
-        """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
+        """``names_of``: returns, for each group of an optimizer, the names of its parameters; the same object as before
+        if no name has changed, else another one. ``block``: bytes that one
         checksum covers. ``index``: see ``Indexing``. ``left_out``: returns the names of the parameters whose gradients
         are not taken: the same object as before, if nothing has changed. ``distrust_earlier``: called if this gradient
         was written before its copy ended, and neither an address nor a version counter shows it. So earlier copies that
@@ -135,9 +147,8 @@ class ConsumedGradients(StepListener):
         self._copier, self._names_of, self._index, self._left_out = copier, names_of, index, left_out
         self._histories, self._block = GradientHistories(), block
         self._checksums = GradientChecksums(block)
-        self._names: dict[int, tuple[list[list[int]], frozenset[str], list[tuple[str, ...]], frozenset[str]]] = {}
-        """Index of an optimizer -> ids of the parameters of each group, the last result of ``left_out``; the names of
-        the parameters of each group, and which of them are left out."""
+        self._names: dict[int, _Names] = {}
+        """Index of an optimizer -> what ``_names_in`` returned last."""
         self._class_names: dict[type[Optimizer], str] = {}
         """Class of an optimizer -> ``recorded_name``."""
         self._held: dict[HeldGradient, _PendingCopy] = {}
@@ -348,15 +359,16 @@ class ConsumedGradients(StepListener):
         return _RunningStep(step, torch.get_num_threads(), unobserved, sorted(reasons))
 
     def _names_in(self, index: int, optimizer: Optimizer) -> tuple[list[tuple[str, ...]], frozenset[str]]:
-        """Return the names of the parameters of each group, and which of them are left out. Ask for them again if the
-        parameters have changed."""
-        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        known, left_out = self._names.get(index), self._left_out()
-        if known is None or known[0] != ids or known[1] is not left_out:
-            names = list(map(tuple, self._names_of(optimizer)))
+        """Return the names of the parameters of each group, and which of them are left out. They are the same objects
+        as before, if nothing has changed. (The names of parameters may change, and the parameters may not.)"""
+        given, left_out, known = self._names_of(optimizer), self._left_out(), self._names.get(index)
+        if known is None or known.given is not given or known.all_left_out is not left_out:
+            names = list(map(tuple, given))
+            if known is not None and known.names == names:
+                names = known.names
             of_optimizer = left_out.intersection(name for group in names for name in group)
-            known = self._names[index] = ids, left_out, names, of_optimizer
-        return known[2], known[3]
+            known = self._names[index] = _Names(given, left_out, names, of_optimizer)
+        return known.names, known.left_out
 
     def _find_writes_of_step(self, running: _RunningStep) -> None:
         """Find gradients of the unobserved class that the step has changed. (For the other classes, ``copied`` detects

@@ -291,6 +291,7 @@ class Capture:
             self._read_modules(self.provisional)
 
     def _read_modules(self, provisional: Provisional) -> None:
+        self.refresh()
         if self.model.has_buffers:
             provisional.buffers = self._buffer_copies.take(self.model)
         provisional.extra = self._pack_extra_state(provisional.extra_large)
@@ -341,7 +342,7 @@ class Capture:
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is ClosingEvent.PRE_STEP:
             self._compared_list = tensor_list
-            self._find_resizable(None if buffers_from is None else buffers_from.buffers)
+            self._find_resizable(None if buffers_from is None else buffers_from.copies_of(self.model.buffers()))
             self._refuse_resized_dtensors(lives)
         followed = (view.optimizer for view in self.optimizers)
         self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory_in_optimizers(lives, followed)
@@ -408,13 +409,9 @@ class Capture:
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
         """Return ``lives``, in which the present buffers are replaced by those that were read right after the update.
         The two may differ in shape."""
-        tied = {live.name for live in lives if live.alias is not None}
-        parts = {live.name: live.part for live in lives if live.part is not None}
-        buffers = [
-            Live(name, "buffer", t, None, None, part=parts.get(name))
-            for name, t in provisional.buffers.items()
-            if name not in tied
-        ]
+        own = [live for live in lives if live.role == "buffer" and live.alias is None]
+        copies, parts = provisional.copies_of(own), {live.name: live.part for live in own}
+        buffers = [Live(name, "buffer", t, None, None, part=parts[name]) for name, t in copies.items()]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
     def tensors(self) -> list[Live]:

@@ -67,6 +67,11 @@ class LoopTopCheck:
         """The first closing point that the loop reached. None before it is reached, and if ``_closed_by`` is set."""
         self._candidates: set[str] = set()
         """Names of what changed before the first closing point."""
+        self._buffer_candidates: set[str] = set()
+        """With several optimizers: names of the buffers that changed before the first forward. A checkpoint then closes
+        at the step of an optimizer, and holds the buffers as they were when the forward before it began."""
+        self._is_forward_checked = False
+        """Whether a forward was checked since the last update."""
         self._after_update: Marks | None = None
         """Marks of ``_candidates``, made after the last update."""
         self._is_pass_check_on = restored is not None  # whether ``fetches`` still checks
@@ -80,24 +85,40 @@ class LoopTopCheck:
     def check_before(self, event: ClosingEvent, boundary: Boundary) -> bool:
         """Check before ``event``, a training forward or a step of the optimizer, because it may close a checkpoint.
         Returns whether anything is left to check at later closing points."""
+        if event is ClosingEvent.FORWARD and boundary.n_optimizers > 1:
+            if not self._is_forward_checked and not boundary.explicit and not self._capture.loaders:
+                self._check_buffers(boundary)
+            return True  # with several optimizers a forward closes nothing
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
             return False
         if self._point is None:
-            if event is ClosingEvent.FORWARD and boundary.n_optimizers > 1:
-                return True  # with several optimizers a forward closes nothing
             self._point = event
             # Options are left out. Many loops compute them from the step number before each update. A resumed loop does
             # so again, and gets the same values.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, with_buffers=event is ClosingEvent.FORWARD)) - options
+            self._candidates |= self._buffer_candidates
             return bool(self._candidates)
         if self._after_update is None or not boundary.closes_at(event):
             return True
         if event is self._point:
-            self._warn_fresh_run(self._changed(self._after_update, with_buffers=event is ClosingEvent.FORWARD))
+            self._warn_fresh_run(self._changed(self._after_update, with_buffers=event is ClosingEvent.FORWARD), event)
         return False
+
+    def _check_buffers(self, boundary: Boundary) -> None:
+        """Check the buffers before the first forward after an update, or after attach. Several optimizers are
+        followed."""
+        self._is_forward_checked = True
+        if self._closed_by is ClosingEvent.PRE_STEP:
+            changed = set(self._changed(self._before, with_buffers=True)) & self._buffers()
+            self._warn_restored(sorted(changed), ClosingEvent.FORWARD)
+        elif self._closed_by is None and self._point is None:
+            self._buffer_candidates = set(self._changed(self._before, with_buffers=True)) & self._buffers()
+        elif self._after_update is not None and boundary.closes_at(ClosingEvent.PRE_STEP):
+            changed = set(self._changed(self._after_update, with_buffers=True)) & self._buffer_candidates
+            self._warn_fresh_run(sorted(changed), ClosingEvent.FORWARD)
 
     def fetches(self, loader: SessionLoader) -> None:
         """Check at the first ``next()`` of each restored pass, until an update is made. There may be several restored
@@ -129,7 +150,7 @@ class LoopTopCheck:
 
     def updated(self, boundary: Boundary) -> None:
         """Keep the marks after an update, if the checkpoint of the update may close at the next closing point."""
-        self._is_pass_check_on = False
+        self._is_pass_check_on = self._is_forward_checked = False
         if self._point is not None and boundary.closes_at(ClosingEvent.PRE_STEP):
             self._after_update = self._marks(self._candidates)
 
@@ -138,7 +159,12 @@ class LoopTopCheck:
         Returns what ``check_before`` returns."""
         if event is not self._closed_by:
             return event is ClosingEvent.FORWARD  # the closing point is the step of the optimizer after this forward
-        names = self._repeatable(self._changed(self._before, with_buffers=event is ClosingEvent.FORWARD))
+        self._warn_restored(self._changed(self._before, with_buffers=event is ClosingEvent.FORWARD), event)
+        return False
+
+    def _warn_restored(self, changed: list[str], event: ClosingEvent) -> None:
+        """``event``: the point of the loop before which this was found."""
+        names = self._repeatable(changed)
         if names:
             log.warning(
                 "lightck: %s changed between the restore and %s. Step %d was closed at that point of the loop, so its "
@@ -149,18 +175,17 @@ class LoopTopCheck:
                 self._step,
                 _CURE,
             )
-        return False
 
-    def _warn_fresh_run(self, names: list[str]) -> None:
+    def _warn_fresh_run(self, names: list[str], event: ClosingEvent) -> None:
+        """``event``: the point of the loop before which this was found."""
         changed = self._repeatable(names)
         if changed:
-            assert self._point is not None
             log.warning(
                 "lightck: the loop changed %s before %s, in each of its first two iterations. A step of this loop "
                 "closes only after that change. Its checkpoint holds the change already, and a resume makes the change "
                 "a second time. (That does no harm if the new value depends on the step alone.) %s",
                 listed(changed),
-                _WHERE[self._point],
+                _WHERE[event],
                 _CURE,
             )
 

@@ -69,6 +69,9 @@ class PoolFile:
     """Called when it is known from which checkpoint the training goes on (None: from none), and before anything in the
     pool is changed."""
 
+    was_restored_by_script: bool = field(init=False, default=False)
+    """Whether the script has restored a checkpoint of this pool into the model before attach."""
+
     _with_state: dict[str, Entry] | None = field(init=False, default=None)
     """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
 
@@ -221,6 +224,7 @@ class PoolFile:
             self.refuse_erased_log(reader)
             return None
         known = restored_from(self.arguments.model, self.path, reader.superblock.uuid)
+        self.was_restored_by_script = known is not None
         if known is not None:
             return self._checkpoint_restored_by_script(reader, known)
         if not self.arguments.resume:

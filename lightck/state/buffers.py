@@ -7,6 +7,8 @@ every buffer is the same tensor with the same memory layout as the last time.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from lightck.state.device_transfers import transfer_of
@@ -15,12 +17,23 @@ from lightck.state.signatures import MemoryLayouts, all_same
 from lightck.state.storable import refuse_unstorable
 
 
+class BufferCopy(NamedTuple):
+    """A copy of the buffer that a module holds in ``owner`` under ``key``; None if it held None. (The name of the
+    buffer may change: if another module takes the place of its module, for example.)"""
+
+    owner: object
+    key: Any
+    copy: torch.Tensor | None
+
+
 class BufferCopies:
     """The copies of a model's buffers, which are made after each update, into the same memory if it fits."""
 
     def __init__(self) -> None:
         self._buffers_or_none: list[torch.Tensor | None] = []
         """What ``ModelView.buffers_or_none`` returned when ``_lives`` was made."""
+        self._places: object = None
+        """``ModelView.buffer_places`` at that time."""
         self._layouts: MemoryLayouts | None = None
         """Memory layouts of the buffers. None if the buffers cannot all be copied by one call."""
         self._lives: list[Live] = []
@@ -30,17 +43,19 @@ class BufferCopies:
         """The copy of each of ``_lives``."""
 
     @torch.inference_mode(False)  # a copy made in inference mode could not be overwritten outside of it
-    def take(self, model: ModelView) -> dict[str, torch.Tensor]:
-        """Copy every persistent buffer, and return name -> copy. The next call may overwrite the copies. Raises
-        ``StateValueError`` for a buffer that cannot be stored."""
+    def take(self, model: ModelView) -> list[BufferCopy]:
+        """Copy every persistent buffer. The next call may overwrite the copies. Raises ``StateValueError`` for a buffer
+        that cannot be stored."""
         now = model.buffers_or_none()
-        if not self._is_unchanged(now):
+        if model.buffer_places is not self._places or not self._is_unchanged(now):
             self._rebuild(model, now)
         if self._layouts is not None:
             torch._foreach_copy_(self._copies, self._sources)
         else:
             self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
-        return {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
+        copies = {id(live.registered): copy for live, copy in zip(self._lives, self._copies, strict=True)}
+        places = zip(model.buffer_places, now, strict=True)
+        return [BufferCopy(owner, key, copies.get(id(held))) for (owner, key, *_), held in places]
 
     def _is_unchanged(self, now: list[torch.Tensor | None]) -> bool:
         same = len(now) == len(self._buffers_or_none) and all_same(now, self._buffers_or_none)
@@ -49,6 +64,7 @@ class BufferCopies:
     def _rebuild(self, model: ModelView, now: list[torch.Tensor | None]) -> None:
         last = {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
         self._lives, self._buffers_or_none, self._layouts = list(model.buffers()), now, None
+        self._places = model.buffer_places
         for live in self._lives:
             refuse_unstorable(live.name, live.tensor)
         self._copies = [_clone(live.tensor, last.get(live.name)) for live in self._lives]

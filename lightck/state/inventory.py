@@ -268,6 +268,12 @@ class ModelView:
         return bool(self._sharded)
 
     @property
+    def buffer_places(self) -> Sequence[tuple[dict[str, Any], str, str, str, int]]:
+        """Owner and key, name, role and layer of each place of a persistent buffer: another list after each search for
+        them."""
+        return self._registered_buffers
+
+    @property
     def has_buffers(self) -> bool:
         """Whether there are places of persistent buffers, even if each holds None."""
         return bool(self._registered_buffers)

@@ -232,6 +232,50 @@ def test_a_handler_that_is_set_in_the_midst_of_it_may_call_the_one_before_it(poo
     assert called == ["theirs", "mine"] * 2
 
 
+class ChainsLate:
+    """Installs a handler in the ``at``-th call of ``state_dict``, which calls the handler before it."""
+
+    def __init__(self, name: str, at: int, called: list[str]) -> None:
+        self._name, self._at, self._called, self._n = name, at, called, 0
+        self.before: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        self._n += 1
+        if self.before is None and self._n >= self._at:
+            self.before = signal.signal(signal.SIGUSR1, self.handle)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def handle(self, number: int, frame: Any) -> None:
+        self._called.append(self._name)
+        self.before(number, frame)
+
+
+def test_handlers_that_are_set_one_after_the_other_in_the_midst_of_it_form_a_chain(pool):
+    called: list[str] = []
+    first, second = ChainsLate("first", 2, called), ChainsLate("second", 4, called)
+    model = net()
+    optimizer = adam(model)
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("mine"))
+    try:
+        state = {"first": first, "second": second}
+        with lightck.attach(model, pool, optimizer=optimizer, state=state) as session:
+            while second.before is None:
+                train(model, optimizer, 1)
+                session.end_step()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert called == ["second", "first", "mine"]
+            called.clear()
+            signal.signal(signal.SIGUSR1, second.before)  # undone
+            train(model, optimizer, 1)
+            session.end_step()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert called == ["first", "mine"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_child_that_is_forked_in_the_midst_of_it_has_the_handlers_of_the_user(pool):
     """A loader's worker, say: it would take no SIGTERM any more."""
 

@@ -886,6 +886,20 @@ def test_a_damaged_newest_checkpoint_of_the_pool_that_a_tier_holds_is_named(tmp_
     assert f"lightck copy {tier} NEW.pool --step 3" in caplog.text
 
 
+def test_a_step_that_the_script_has_restored_is_no_damage(tmp_path, caplog):
+    pool, tiers = tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)]
+    model, optimizer, session = attached(pool, tiers)
+    with session:
+        trained(session, model, optimizer, 3)
+    model = net(64)
+    optimizer = adam(model)
+    lightck.recover(pool, model, optimizer, step=2)
+    with lightck.attach(model, pool, optimizer=optimizer, tiers=tiers, resume=True) as session:
+        assert session.step == 2
+        train(model, optimizer, 1, start=2)
+    assert "is damaged" not in caplog.text
+
+
 def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_path, caplog):
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
