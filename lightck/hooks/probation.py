@@ -1,8 +1,8 @@
 """Checksums of gradients before the update, to compare with the checksums of their copies.
 
 A version counter alone proves nothing: ``GradScaler.unscale_``, ``.grad.data`` and numpy do not move it. So the first
-gradients of each parameter are compared whole. Later the gradients take turns: 16 MiB of them at each update, and one
-gradient if they are on a device. (If one step's gradients have no more bytes than that, all of them are compared.)
+gradients of each parameter are compared whole. Later the gradients take turns: 16 MiB of 256 tensors at each update,
+and one gradient if they are on a device. (If a step has no more gradients than that, all of them are compared.)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightck.state.blocks import Blocks, checksums
 WHOLE_COPIES = 3
 """The gradients of a parameter are compared whole until this many copies were right. The copy of the parameter's first
 gradient (``GradientClass.UNOBSERVED``) does not count."""
-TURN_NBYTES = 16 << 20
-"""How many bytes are compared in turn at each update."""
+TURN_NBYTES, TURN_TENSORS = 16 << 20, 256
+"""How many bytes, and how many tensors, are compared in turn at each update at most."""
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -89,7 +89,7 @@ class GradientChecksums:
         ]
         found, budget = list[_ByteRange](), TURN_NBYTES
         start, first = self._next.get(index, (0, 0))
-        for at in range(start, start + len(left)):
+        for at in range(start, start + min(len(left), TURN_TENSORS)):
             i, k, tensor = left[at % len(left)]
             plain = plain_tensor(tensor)
             n_blocks = -(-plain.nbytes // self._block)

@@ -419,6 +419,9 @@ class Capture:
         tensor_list = self._tensor_list
         if tensor_list is not None and tensor_list.is_unchanged() and self.stand_ins.are_assigned:
             return list(tensor_list.lives)
+        names = self.model.names_by_id()
+        for view in self.optimizers:
+            view.rename(names)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._never_had_grad[view.index]
         }

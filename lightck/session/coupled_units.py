@@ -51,7 +51,8 @@ class WholeUnits:
 
 def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> frozenset[str]:
     """Return the names of the parameters of optimizers that have a tensor in the memory of another tensor, and the
-    names of those that have this other tensor. (A parameter under two names is one tensor, and one unit.)"""
+    names of the parameters that have this other tensor, also those that belong to no optimizer. (A parameter under two
+    names is one tensor, and one unit.)"""
     names = {name for view in optimizers for name, _ in view.params}
     lives = list(lives)
     sharing = [one for one in lives if one.alias is not None and one.role in HOME_ROLES and unit_of(one) in names]
@@ -60,7 +61,7 @@ def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> 
     by_name = {one.name: one for one in lives}
     targets = (by_name.get(one.alias or "") for one in sharing)
     found = {unit_of(one) for one in targets if one is not None and one.role in HOME_ROLES}
-    return frozenset(found & names).union(map(unit_of, sharing))
+    return frozenset(found.union(map(unit_of, sharing)))
 
 
 def coupled_units(optimizers: Iterable[OptimizerView]) -> frozenset[str]:

@@ -105,12 +105,14 @@ class UpdateRecords(StepListener):
         """Parameters and optimizer state at the last ``step``, without the units that lie whole in each checkpoint."""
         self._token: object = None
         """``Capture.token`` for which ``_watched`` was made."""
+        self._has_warned_of_late_writes = False
         self._logged: set[str] = set()
         self._custom_classes: dict[type, bool] = {}
         """Class of an optimizer -> whether it is none of ``torch.optim``."""
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
         self._capture.refresh()
+        self._capture.tensors()  # finds parameters that modules have exchanged
         return next((view.names for view in self._capture.optimizers if view.optimizer is optimizer), [])
 
     def forget(self) -> None:
@@ -209,14 +211,18 @@ class UpdateRecords(StepListener):
         log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)
 
     def _distrust_earlier(self, gradient: HeldGradient) -> None:
-        if self.distrusted(None):
-            log.warning(
-                "lightck: the loop writes into the gradient of %r after optimizer.step(), in a way that torch does not "
-                "count (.data, numpy). The next checkpoint is full, and when it is committed, older ones that may be "
-                "wrong are struck (made unreadable). Write into gradients after zero_grad() or before step() only, or "
-                "without .data",
-                gradient.name,
-            )
+        are_struck = self.distrusted(None)
+        self._reason = self._reason or f"earlier gradients of {gradient.name!r} may have been overwritten"
+        if self._has_warned_of_late_writes:
+            return
+        self._has_warned_of_late_writes = True
+        log.warning(
+            "lightck: the loop writes into the gradient of %r after optimizer.step(), in a way that torch does not "
+            "count (.data, numpy). So earlier checkpoints may be wrong. The next one is full. %s Write into gradients "
+            "before step() only, or without .data",
+            gradient.name,
+            _STRUCK if are_struck else _CRASH_NOW,
+        )
 
     def discarded(self, step: CapturedStep) -> None:
         for gradient in step.present_gradients():

@@ -434,6 +434,11 @@ class OptimizerView:
             present = {id(p) for _, p in self.params}
             self._has_warned_removed = warn_of_removed(self.optimizer, self._ids_of_all_params - present)
 
+    def rename(self, names: dict[int, str]) -> None:
+        """``refresh``, if a parameter has another name in ``names``: modules have exchanged parameters."""
+        if any(names.get(id(p), name) != name for name, p in self.params):
+            self.refresh(names)
+
     def has_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last ``refresh``."""
         return self._ids_seen != self._ids_of_groups()

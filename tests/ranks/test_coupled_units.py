@@ -30,7 +30,7 @@ from lightck.layout import Layout, Shard
 from lightck.pool.format.gradients import CHAIN_COMMITTED
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
-from lightck.session import gradient_arguments, update_records
+from lightck.session.coupled_units import WholeUnits
 
 from .trainings import Run, batch, is_equal
 
@@ -180,8 +180,7 @@ def test_without_that_the_checkpoints_of_three_updates_would_be_lost(
 ) -> None:
     """If the gradient of Muon's matrix were recorded, only a checkpoint for which no update of it is made again could
     be recovered: that of step 8, of which its last base is."""
-    for module in (gradient_arguments, update_records):
-        monkeypatch.setattr(module, "coupled_units", lambda optimizers: frozenset())
+    monkeypatch.setattr(WholeUnits, "of", lambda *_: frozenset())
     FSDP.killed(pools, 11)
     assert {run.began for run in FSDP.run(pools, 11)} == {8}
 

@@ -38,6 +38,12 @@ def swap(model: Blocks) -> None:
     model.a, model.b = model.b, model.a
 
 
+def exchange(model: Blocks) -> None:
+    """The parameters themselves, and not their modules."""
+    one, other = model.a[0], model.b[0]
+    one.weight, other.weight = other.weight, one.weight
+
+
 def cut(model: Blocks) -> None:
     prune.l1_unstructured(model.a[0], "weight", 0.25)
 
@@ -110,12 +116,37 @@ def test_a_checkpoint_holds_the_buffers_under_their_present_names(pool, change, 
 
 
 @pytest.mark.parametrize("strategy", [lightck.Gradients(base_every=4), lightck.Replica()])
-@pytest.mark.parametrize("change", [wrap, swap, cut, parametrized])
+@pytest.mark.parametrize("change", [wrap, swap, cut, parametrized, exchange])
 def test_gradients_are_recorded_under_the_present_names(pool, change, strategy):
     states, wrong = trained(pool, change, 9, several=False, calls_root=True, strategy=strategy)
     assert wrong == []
     found = lightck.recover(pool)
     assert (found.step, same(dict(found.model), states[9])) == (9, True)
+
+
+@pytest.mark.parametrize("strategy", [lightck.FullState(), lightck.Gradients(base_every=4), lightck.Replica()])
+@pytest.mark.parametrize("change", [swap, exchange])
+def test_the_state_of_an_optimizer_follows_parameters_to_their_new_places(pool, change, strategy):
+    """A resume, with the exchange made before attach, goes on like a training that was not interrupted."""
+
+    def run(path: Path, steps: range, *, restarts: bool = False) -> Blocks:
+        model = Blocks()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        if restarts:
+            change(model)
+        with lightck.attach(model, path, optimizer=optimizer, resume=restarts, strategy=strategy):
+            for step in steps:
+                optimizer.zero_grad()
+                model(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+                if step == CHANGED_AT and not restarts:
+                    change(model)
+        return model
+
+    whole = run(pool.with_name("whole.pool"), range(1, 13))
+    run(pool, range(1, 8))
+    resumed = run(pool, range(8, 13), restarts=True)
+    assert same(state_of(resumed), state_of(whole))
 
 
 # -- the top of a loop -------------------------------------------------------------------------------------------------

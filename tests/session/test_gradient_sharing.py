@@ -81,14 +81,20 @@ def trained(
     return wrong
 
 
+def by_frozen_first(model: nn.Sequential) -> None:
+    """What owns the memory is a parameter that no optimizer has."""
+    model[0].weight.requires_grad_(False)
+    model[4].weight.data = model[0].weight.data
+
+
 @pytest.mark.parametrize("make", [adamw, momentum])
-@pytest.mark.parametrize("tie", [by_data, by_second_parameter, by_buffer, by_name])
+@pytest.mark.parametrize("tie", [by_data, by_second_parameter, by_buffer, by_name, by_frozen_first])
 def test_parameters_that_share_memory_are_recovered_and_resumed(pool, tie, make):
     model = model_of(tie)
-    optimizer = make(model.parameters())
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
     assert trained(pool, model, optimizer, range(1, 10), {}) == []
     resumed = model_of(tie)
-    other = make(resumed.parameters())
+    other = make([p for p in resumed.parameters() if p.requires_grad])
     assert trained(pool, resumed, other, range(10, 16), {}, resume=True) == []
     for number in range(10, 16):
         update(model, optimizer, number)
