@@ -904,7 +904,9 @@ def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_p
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
     with session:
-        trained(session, model, optimizer, 3)
+        for step in (1, 2, 3):
+            trained(session, model, optimizer, 1)
+            until(lambda step=step: step in steps_in(tier))
     done = copy_from_tier(tier, tmp_path / "two.pool", step=2, progress=_progress)
     assert "lightck.recover(POOL, model, optimizer), then attach(POOL, tiers=...) without resume=True" in done.notes[0]
     other = copy_from_tier(tier, tmp_path / "three.pool", step=3, progress=_progress)
