@@ -327,7 +327,8 @@ class ConsumedGradients(StepListener):
             is_written = writes_gradients(type(optimizer), group, implementation, scale is not None)
             for dtype, one in {(p.dtype, exceptions.get(name, implementation)) for p, name, _ in found}:
                 why = irreproducible_reason(type(optimizer), group, one is Implementation.FUSED, dtype)
-                reasons |= set() if why is None else {why}
+                if why is not None:
+                    reasons.add(why)
             groups.append(ConsumedGroup(names, options_by_value(group), implementation, exceptions))
             gradients |= dict.fromkeys(names)
             for p, name, grad in found:

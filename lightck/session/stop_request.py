@@ -156,11 +156,14 @@ class StopRequest(CommitListener):
             missing = ", ".join(map(str, agreement.missing))
             log.warning(
                 "lightck: %s came, and %s did not answer within %g s. So the ranks have not agreed where to stop, and "
-                "all of them go on. Call lightck.preemption on all ranks, and read session.should_stop on all of them. "
-                "Each finished step is in the pools",
+                "%s. Call lightck.preemption on all ranks, and read session.should_stop on all of them. Each finished "
+                "step is in the pools",
                 self.name,
                 f"ranks {missing}" if missing else "one of the ranks",
                 self.grace,
+                "all of them go on"
+                if agreement.is_withdrawn
+                else "this one goes on (the store of the group does not answer)",
             )
 
     def _should_stop_here(self, steps: Steps, deadline: float) -> bool:

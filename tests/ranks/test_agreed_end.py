@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -18,6 +19,22 @@ def begun(n_ranks: int, store: Store, learnt: list[list[int]]) -> list[EndAgreem
         return f"{what}/{rank}"
 
     return [EndAgreement(store, key, rank, n_ranks, learnt[rank].append) for rank in range(n_ranks)]
+
+
+def all_end_alike(
+    seed: int, agreements: list[EndAgreement], loop: Callable[[int], None], ended: Mapping[int, int | None]
+) -> None:
+    """Run the loop of each rank in a thread. ``ended``: rank -> where its loop has ended (None: it was never asked to
+    end), filled by ``loop``; the same for all."""
+    threads = [threading.Thread(target=loop, args=(rank,), daemon=True) for rank in range(len(agreements))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(ended) == len(agreements), f"seed {seed}: ranks hang, {ended} have ended"
+    assert len(set(ended.values())) == 1, f"seed {seed}: {ended}"
+    for one in agreements:
+        one.close()
 
 
 def test_without_a_request_every_point_is_passed():
@@ -102,15 +119,7 @@ def test_a_verdict_or_a_withdrawal_counts_on_all_ranks(seed, monkeypatch):
                 return
         ended[rank] = None
 
-    threads = [threading.Thread(target=loop, args=(rank,), daemon=True) for rank in range(n_ranks)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert len(ended) == n_ranks, f"seed {seed}: ranks hang, {ended} have ended"
-    assert len(set(ended.values())) == 1, f"seed {seed}: {ended}"
-    for each in agreements:
-        each.close()
+    all_end_alike(seed, agreements, loop, ended)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -145,12 +154,4 @@ def test_all_loops_end_at_one_point_whatever_the_store_does(seed, monkeypatch):
 
     if not any(step for step in asked.values()):
         asked[0] = 5
-    threads = [threading.Thread(target=loop, args=(rank,), daemon=True) for rank in range(n_ranks)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert len(ended) == n_ranks, f"seed {seed}: ranks hang, {ended} have ended"
-    assert len(set(ended.values())) == 1, f"seed {seed}: {ended}"
-    for each in agreements:
-        each.close()
+    all_end_alike(seed, agreements, loop, ended)
