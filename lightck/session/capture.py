@@ -25,10 +25,10 @@ from lightck.layout import Layout
 from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
 from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
-from lightck.session.coupled_units import WholeUnits
 from lightck.session.discover import Objects, numbered_name
 from lightck.session.provisional import Provisional, copy_tensors
 from lightck.session.shared_state import warn_of_shared_memory_in_optimizers
+from lightck.session.whole_units import WholeUnits
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild

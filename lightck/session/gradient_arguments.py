@@ -25,8 +25,8 @@ from lightck.session.base_every import (
 )
 from lightck.session.capture import Capture
 from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
-from lightck.session.coupled_units import coupled_units
 from lightck.session.discover import Found
+from lightck.session.whole_units import coupled_units
 from lightck.state.inventory import OptimizerView
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable

@@ -59,7 +59,7 @@ def refuse_unreplayable(optimizer: Optimizer) -> None:
 
 def refuse_low_ratio(changed_nbytes: int, gradient_nbytes: int, whole_nbytes: int = 0) -> float:
     """Return the bytes that updates change, divided by the bytes that each checkpoint stores for that: gradients, and
-    the units that are whole in each checkpoint (``session/coupled_units.py``).
+    the units that are whole in each checkpoint (``session/whole_units.py``).
 
     changed_nbytes: without those units. whole_nbytes: of those units.
 

@@ -30,7 +30,7 @@ from lightck.layout import Layout, Shard
 from lightck.pool.format.gradients import CHAIN_COMMITTED
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
-from lightck.session.coupled_units import WholeUnits
+from lightck.session.whole_units import WholeUnits
 
 from .trainings import Run, batch, is_equal
 
