@@ -22,7 +22,8 @@ from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, HeldGrad
 from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.probation import plain_tensor
-from lightck.restore.replay import Base, replay
+from lightck.restore.replay import replay
+from lightck.restore.unit_replay import Base
 from lightck.state.blocks import checksums
 from lightck.state.inventory import OptimizerView
 from lightck.state.optimizer_wrappers import wrapper_roles

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightck.restore.replay import Base
+from lightck.restore.unit_replay import Base
 from lightck.state.consumed_update import ConsumedGroup, ConsumedStep, ConsumedUpdate, Gradient, SparseGradient
 from lightck.state.implementation_choice import chosen_implementations
 from lightck.state.partial_optimizer import PartialOptimizer

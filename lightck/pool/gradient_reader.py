@@ -172,28 +172,32 @@ class GradientCheckpoint:
     def read(self, tensors: Sequence[tuple[StoredTensor, int]]) -> None:
         """Read tensors on several threads, each to the memory at its address; 0: only verify its bytes. Raises
         ``DamagedError`` at the first bad block, and ``PoolIOError``."""
-        tensors = [one for one in tensors if one[0].entry.nbytes]
-        if not tensors:
-            return
-        reads = np.zeros(len(tensors), READ_DTYPE)
-        reads["tensor"] = [one.number for one, _ in tensors]
-        reads["generation"] = [one.generation for one, _ in tensors]
-        reads["off"] = [one.offset for one, _ in tensors]
-        reads["nbytes"] = [one.entry.nbytes for one, _ in tensors]
-        reads["crcs"] = [one.crcs.ctypes.data for one, _ in tensors]
-        reads["dst"] = [address for _, address in tensors]
+        whole = [(one, 0, one.entry.nbytes, address) for one, address in tensors if one.entry.nbytes]
+        if whole:
+            self._read_blocks(whole)
+
+    def read_blocks(self, tensor: StoredTensor, first: int, nbytes: int, address: int) -> None:
+        """As ``read``, for the bytes of a tensor from block ``first`` on. They end where a block ends."""
+        self._read_blocks([(tensor, first, nbytes, address)])
+
+    def _read_blocks(self, places: Sequence[tuple[StoredTensor, int, int, int]]) -> None:
+        block, reads = self.reader.superblock.block, np.zeros(len(places), READ_DTYPE)
+        for row, (one, first, nbytes, address) in enumerate(places):
+            crcs = one.crcs.ctypes.data + 4 * first
+            reads[row] = (one.offset + first * block, address, nbytes, crcs, one.number, one.generation, first)
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
             *self.reader.read_arguments,
             ffi.cast("lck_read *", reads.ctypes.data),
             len(reads),
-            self.reader.superblock.block,
+            block,
             *uuid_words(self.header.origin),
-            read_threads() if sum(reads["nbytes"].tolist()) >= PARALLEL_READ_NBYTES_MIN else 1,
+            read_threads() if sum(nbytes for _, _, nbytes, _ in places) >= PARALLEL_READ_NBYTES_MIN else 1,
             bad,
             bad + 1,
         )
-        self._raise_if_bad(status, tensors[bad[0]][0], bad[1])
+        tensor, first, *_ = places[bad[0]]
+        self._raise_if_bad(status, tensor, first + bad[1])
 
     def _raise_if_bad(self, status: int, tensor: StoredTensor, block: int) -> None:
         name = tensor.entry.name

@@ -13,6 +13,7 @@ of them. They are taken from the copy of their unit as they are, and ``UnitsAtSt
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,15 +29,16 @@ from lightck.pool.format.structures import DamagedError
 from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.restore.contents import empty_for, unpack_dict
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
-from lightck.restore.replay import Base, replay
+from lightck.restore.replay import replay
 from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies
+from lightck.restore.unit_replay import Base
 from lightck.state import values
 from lightck.state.consumed_update import ConsumedUpdate
 from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, entry_of, is_named_tensor, state_name, unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.storable import dtype_from_name
-from lightck.state.unit_update import Unit
+from lightck.state.unit_update import SLICE_NUMEL, Unit
 from lightck.state.update_record import UPDATE_KEY, consumed_update, gradient_names
 from lightck.state.values import typed
 
@@ -95,6 +97,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
             steppers,
             checkpoint.step,
             check=check.difference,
+            slice_numel=_slice_numel(checkpoint),
         )
     except ReplayError as err:
         if err.parameter is None and err.step is None:
@@ -131,7 +134,10 @@ def units_after(
     non_tensors = _NonTensorStates(records)
     units = [_ReplayUnit(one, _optimizers_of(one, consumed), non_tensors, steppers, optimizers) for one in loaded]
     check = _Sentinels({one.record.step: one.record for one in updates})
-    replay([one.base for one in units], consumed, steppers, following.step, check=check.difference)
+    slice_numel = _slice_numel(checkpoint)
+    replay(
+        [one.base for one in units], consumed, steppers, following.step, check=check.difference, slice_numel=slice_numel
+    )
     return {name: tensor for unit in units for name, tensor in unit.tensors().items()}
 
 
@@ -146,6 +152,13 @@ def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
         for update in updates:
             if update.consumed.step > one.copy.step:
                 update.refuse_damaged_gradient(one.copy.parameter)
+
+
+def _slice_numel(checkpoint: GradientCheckpoint) -> int:
+    """Return the number of elements of a slice (of at least float32): a slice has whole blocks, which are verified, and
+    whole pages, which are compared."""
+    nbytes = math.lcm(checkpoint.reader.superblock.block, SENTINEL_PAGE)
+    return nbytes * max(4 * SLICE_NUMEL // nbytes, 1) // 4
 
 
 def _inputs_of(
@@ -169,7 +182,7 @@ class _Update:
             if value is None:
                 raise CorruptPoolError("its small state does not say what its update consumed")
             shapes = {unit_of(one): one.shape for one in record.reader.entries if one.role == "param"}
-            self.consumed: ConsumedUpdate = consumed_update(value, self._read, shapes.get)
+            self.consumed: ConsumedUpdate = consumed_update(value, self._read, shapes.get, _RecordSlices(record))
         except CorruptPoolError as err:
             raise DamagedError(f"the gradient record of step {record.step} cannot be used: {err}") from err
         if self.consumed.step != record.step:
@@ -190,6 +203,25 @@ class _Update:
         except DamagedError as err:
             raise DamagedError(f"the gradient record of step {self.record.step} cannot be used: {err}") from err
         return tensor.contiguous().to(_device_of(self.record.in_record[name].entry))
+
+
+class _RecordSlices:
+    """Reads slices of the tensors in a gradient record (``ReadSlice``)."""
+
+    def __init__(self, record: GradientCheckpoint) -> None:
+        self._record = record
+
+    def layout(self, entry_name: str) -> torch.Tensor | None:
+        found = self._record.in_record.get(entry_name)
+        return None if found is None or found.entry.device != "cpu" else empty_for(found.entry, "meta")
+
+    def read(self, entry_name: str, start: int, into: torch.Tensor) -> None:
+        first, rest = divmod(start * into.element_size(), self._record.reader.superblock.block)
+        assert rest == 0, "a slice begins where a block does"
+        try:
+            self._record.read_blocks(self._record.in_record[entry_name], first, into.nbytes, into.data_ptr())
+        except DamagedError as err:
+            raise DamagedError(f"the gradient record of step {self._record.step} cannot be used: {err}") from err
 
 
 class _ReplayUnit:
@@ -249,8 +281,10 @@ class _Sentinels:
             if sentinels:  # there may be none
                 self._expected[step] = {one.name: (one, crc) for one, crc in zip(homes, sentinels, strict=True)}
 
-    def difference(self, unit: Unit, step: int) -> str | None:
-        """Return what differs from the record of this step; None if nothing does."""
+    def difference(self, unit: Unit, step: int, part: slice | None) -> str | None:
+        """Return what differs from the record of this step; None if nothing does. ``part``: the elements that have this
+        step, which are whole pages; None: all have it. Tensors of state that have another shape than the parameter are
+        compared with the first part."""
         expected = self._expected.get(step)
         if expected is None:
             return None
@@ -258,9 +292,19 @@ class _Sentinels:
         found = {state_name(unit.name, key): value for key, value in states.items() if is_named_tensor(key, value)}
         parameter = f"model/{unit.name}" if f"model/{unit.name}" in expected else unit.name
         for name, tensor in {parameter: unit.parameter, **found}.items():
-            if name in expected and page_checksum(tensor, expected[name][0], step) != expected[name][1]:
+            if name not in expected or not _is_in(part, tensor, unit.parameter, page_of(expected[name][0], step)):
+                continue
+            if page_checksum(tensor, expected[name][0], step) != expected[name][1]:
                 return f"page {page_of(expected[name][0], step)} of {name!r} has other bits"
         return None
+
+
+def _is_in(part: slice | None, tensor: torch.Tensor, parameter: torch.Tensor, page: int) -> bool:
+    """Whether a page of a tensor of a unit has the step that the part has."""
+    if part is None:
+        return True
+    first = page * SENTINEL_PAGE // tensor.element_size() if tensor.shape == parameter.shape else 0
+    return int(part.start) <= first < int(part.stop)
 
 
 def page_of(entry: Entry, step: int) -> int:

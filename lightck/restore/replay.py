@@ -14,30 +14,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 
 import torch
 
 from lightck.errors import ReplayError, listed
+from lightck.restore.unit_replay import Base, Check, SlicedReplay, UnitReplay
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
 from lightck.state.fingerprint import flushes_denormals
 from lightck.state.neutral_settings import float32_by_default, neutral_settings
 from lightck.state.partial_optimizer import PartialOptimizer, recorded_name
-from lightck.state.unit_update import SLICE_NUMEL, Unit, group_indexes_of, is_independent_of_threads, update_unit
-
-Check = Callable[[Unit, int], str | None]
-"""Called after each replayed update with the unit and the step that it has now. Returns None, or what differs from the
-training. Units that are replayed in parallel call it from several threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A unit as it was at the end of ``step``; its tensors hold these bytes, and are changed in place."""
-
-    unit: Unit
-    step: int
+from lightck.state.unit_update import (
+    SLICE_NUMEL,
+    Unit,
+    UpdateInSlices,
+    group_indexes_of,
+    is_independent_of_threads,
+    is_left_alone,
+    update_in_slices,
+    update_unit,
+)
 
 
 def replay(
@@ -60,7 +60,8 @@ def replay(
         check: compares a unit with what is known of it after an update. The first difference ends the replay.
         workers: how many units are replayed at the same time, where that gives the same bits; by default one for each
             processor of this process.
-        slice_numel: the number of elements of a slice; None: no slices.
+        slice_numel: the number of elements of a slice; None: no slices. A slice of a gradient in a pool begins where a
+            block does, and what ``check`` compares lies in one slice.
 
     Raises:
         ReplayError: an update is missing or cannot be replayed, ``check`` found a difference, or this process
@@ -125,36 +126,46 @@ class _Plan:
 
     def replay(self, base: Base) -> None:
         """Bring one unit to the last step."""
-        for step in range(base.step + 1, self._to_step + 1):
-            if self.is_cancelled.is_set():
-                return
-            try:
+        unit_replay = self._unit_replay(base)
+        for step in unit_replay.steps():
+            with unit_replay.update(step):
                 self._update(base.unit, step)
-            except ReplayError as error:
-                raise ReplayError(
-                    f"The update of step {step} of the parameter {base.unit.name!r} cannot be replayed: {error}. An "
-                    "older checkpoint can be restored.",
-                    base.unit.name,
-                    step,
-                ) from error
-            difference = None if self._check is None else self._check(base.unit, step)
-            if difference is not None:
-                raise ReplayError(
-                    f"The replay of the parameter {base.unit.name!r} differs from the training after the update of "
-                    f"step {step}: {difference}. Something that lightck does not know of changed the parameter or its "
-                    "optimizer state, or this machine computes other bits. An older checkpoint can be restored.",
-                    base.unit.name,
-                    step,
-                )
+            unit_replay.compare(base.unit, step, None)
+
+    def in_slices(self, base: Base) -> SlicedReplay | None:
+        """Return the replay of a unit in slices; None if it has only one, or if a replay in slices may give other
+        bits."""
+        unit = base.unit
+        if self._slice_numel is None or unit.parameter.numel() <= self._slice_numel or len(unit.states) != 1:
+            return None
+        updates: dict[int, list[UpdateInSlices]] = {}
+        for step in range(base.step + 1, self._to_step + 1):
+            updates[step] = []
+            for call, group_index in self._calls_of(unit, step):
+                if is_left_alone(unit, call.consumed, call.optimizer):
+                    continue
+                update = update_in_slices(unit, call.consumed, group_index, call.optimizer)
+                if update is None:
+                    return None
+                updates[step].append(update)
+        return SlicedReplay(self._unit_replay(base), unit, updates, self._slice_numel)
+
+    def _unit_replay(self, base: Base) -> UnitReplay:
+        return UnitReplay(base, self._to_step, self._check, self.is_cancelled)
 
     def _update(self, unit: Unit, step: int) -> None:
         threads = self._updates[step].threads
+        for call, group_index in self._calls_of(unit, step):
+            update_unit(
+                unit, call.consumed, group_index, call.optimizer, threads=threads, slice_numel=self._slice_numel
+            )
+
+    def _calls_of(self, unit: Unit, step: int) -> Iterator[tuple[_OptimizerCall, int]]:
+        """Yield the calls in a step of the optimizers that have a unit, and the index of its group."""
         for call in self._calls[step]:
             group_index = call.group_indexes.get(unit.name)
             if group_index is not None:
-                update_unit(
-                    unit, call.consumed, group_index, call.optimizer, threads=threads, slice_numel=self._slice_numel
-                )
+                yield call, group_index
 
 
 def _calls(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -> list[_OptimizerCall]:
@@ -176,16 +187,25 @@ def _calls(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -
 
 
 def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> None:
-    """Replay these units, the largest first, in threads that use one intra-op thread each."""
+    """Replay these units, and the slices of those that have some, in threads that use one intra-op thread each. The
+    largest are the first."""
     if not bases:
         return
-    ordered = sorted(bases, key=lambda base: base.unit.parameter.nbytes, reverse=True)
+    parts: list[tuple[int, Callable[[], None]]] = []
+    for base in bases:
+        sliced = plan.in_slices(base)
+        if sliced is None:
+            parts.append((base.unit.parameter.nbytes, partial(plan.replay, base)))
+        else:
+            nbytes = base.unit.parameter.nbytes // len(sliced.parts)
+            parts += [(nbytes, partial(sliced.replay, part)) for part in sliced.parts]
+    ordered = [one for _, one in sorted(parts, key=itemgetter(0), reverse=True)]
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(
         min(workers, len(ordered)), "lightck-replay", initializer=torch.set_num_threads, initargs=(1,)
     )
     try:
-        futures = [pool.submit(plan.replay, base) for base in ordered]
+        futures = [pool.submit(one) for one in ordered]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,6 +45,24 @@ class SparseGradient:
 Gradient = torch.Tensor | SparseGradient | None
 """None: the parameter had no gradient, which is not a gradient of zeros. A dense gradient keeps its strides, because
 the bits of the update depend on them if its dtype is narrower than float32."""
+
+
+class SlicedGradients(Mapping[str, Gradient]):
+    """Gradients of which slices can be read: name of a parameter -> its gradient."""
+
+    @abstractmethod
+    def is_absent(self, name: str) -> bool:
+        """Whether a parameter had no gradient."""
+
+    @abstractmethod
+    def layout(self, name: str) -> torch.Tensor | None:
+        """Return a tensor on the meta device with the shape, the strides and the dtype of a dense gradient in the
+        memory of the processor, if slices of it can be read; None otherwise."""
+
+    @abstractmethod
+    def read_slice(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Read elements of such a gradient, in the order of its memory, from element ``start`` on, as many as ``into``
+        has. ``into``: one dimension, of the gradient's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from lightck.errors import ReplayError
-from lightck.state.consumed_update import ConsumedGroup, ConsumedStep, Gradient, Implementation, SparseGradient
+from lightck.state.consumed_update import (
+    ConsumedGroup,
+    ConsumedStep,
+    Gradient,
+    Implementation,
+    SlicedGradients,
+    SparseGradient,
+)
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.implementation_choice import writes_gradients
 from lightck.state.partial_optimizer import PartialOptimizer
@@ -73,31 +80,122 @@ def update_unit(
     gradient = consumed.gradients[unit.name]
     if gradient is None and optimizer.is_torch:
         return  # torch's classes leave such a parameter and its state alone
-    group = consumed.groups[group_index]
-    implementation = group.other_implementations.get(unit.name, group.implementation)
     state = unit.states.get(consumed.optimizer)
     if state is None:
         raise ReplayError(f"the state of {unit.name!r} in {consumed.class_name} is not known")
-    reason = irreproducible_reason(
-        optimizer.kind, group.options, implementation is Implementation.FUSED, unit.parameter.dtype
-    )
-    if reason is not None:
-        raise ReplayError(reason)
+    step = _step(unit, consumed, group_index, optimizer)
     numel = unit.parameter.numel()
     is_sliced = slice_numel is not None and slice_numel < numel and optimizer.kind is not torch.optim.SGD
-    try:
-        _refuse_misfit(unit.parameter, state, gradient, implementation)
-        step = _Step(consumed, group_index, _options(group, implementation, optimizer), implementation, optimizer)
+    with _as_replay_error(optimizer):
+        _refuse_misfit(unit.parameter, state, gradient, step.implementation)
         with intra_op_threads(1 if is_independent_of_threads(unit, optimizer, gradient) else threads):
-            if is_sliced and is_sliceable(unit.parameter, state, gradient, optimizer, implementation):
+            if is_sliced and is_sliceable(unit.parameter, state, gradient, optimizer, step.implementation):
                 assert isinstance(gradient, torch.Tensor)
                 assert slice_numel is not None
                 step.make_in_slices(unit.parameter, state, gradient, slice_numel)
             else:
                 step.make(unit.parameter, state, gradient)
-    except Exception as error:  # the class's code may raise anything, and what it reads may come from a damaged pool
-        if isinstance(error, ReplayError):
-            raise
+
+
+class UpdateInSlices:
+    """One step of one optimizer on one unit, which can be made on any slice of the unit's memory, with the same bits.
+    Slices that do not overlap may be updated at the same time."""
+
+    def __init__(
+        self, name: str, optimizer: PartialOptimizer, gradients: Mapping[str, Gradient], step: _Step, dtype: torch.dtype
+    ) -> None:
+        """Use ``update_in_slices``. ``dtype``: of the gradient."""
+        self._name, self._optimizer, self._gradients, self._step, self._dtype = name, optimizer, gradients, step, dtype
+
+    def make(
+        self, parameter: torch.Tensor, views: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any], part: slice
+    ) -> dict[Any, Any]:
+        """Update one slice of the unit's memory. Return the new ``rest``.
+
+        parameter: the slice of the parameter, and views: of each tensor of state that has the parameter's shape. They
+        are changed in place. rest: the other state, whose tensors may be changed. part: which slice it is.
+
+        Raises ``ReplayError``, and what the reading of the gradient raises."""
+        gradient = self._gradient(part, parameter.numel())
+        state = {**views, **rest}
+        with _as_replay_error(self._optimizer):
+            self._step.make(parameter, state, gradient)
+        self._step.refuse_replaced(state, views, rest)
+        return {key: state[key] for key in rest}
+
+    def _gradient(self, part: slice, numel: int) -> torch.Tensor:
+        if isinstance(self._gradients, SlicedGradients):
+            gradient = torch.empty(numel, dtype=self._dtype)
+            self._gradients.read_slice(self._name, part.start, gradient)
+            return gradient
+        whole = self._gradients[self._name]
+        assert isinstance(whole, torch.Tensor), "it has a layout"
+        return flat(whole)[part]
+
+
+def update_in_slices(
+    unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer
+) -> UpdateInSlices | None:
+    """Return the step of one optimizer on one unit, to be made in slices; None if that may give other bits, if the
+    unit's gradient cannot be read in slices, or if ``update_unit`` would refuse the step. Arguments: as there. The
+    unit's state must not be empty. No gradient is read."""
+    state, layout = unit.states.get(consumed.optimizer), _layout(consumed.gradients, unit.name)
+    if state is None or layout is None:
+        return None
+    try:
+        step = _step(unit, consumed, group_index, optimizer)
+        _refuse_misfit(unit.parameter, state, layout, step.implementation)
+    except ReplayError:
+        return None
+    is_exact = is_independent_of_threads(unit, optimizer) and is_sliceable(
+        unit.parameter, state, layout, optimizer, step.implementation
+    )
+    return UpdateInSlices(unit.name, optimizer, consumed.gradients, step, layout.dtype) if is_exact else None
+
+
+def is_left_alone(unit: Unit, consumed: ConsumedStep, optimizer: PartialOptimizer) -> bool:
+    """Whether a step does nothing to a unit, because it has no gradient. False if that is not known before the gradient
+    is read."""
+    gradients, name = consumed.gradients, unit.name
+    if not optimizer.is_torch or name not in gradients:
+        return False
+    if isinstance(gradients, SlicedGradients):
+        return gradients.is_absent(name)
+    return type(gradients) is dict and gradients[name] is None
+
+
+def _layout(gradients: Mapping[str, Gradient], name: str) -> torch.Tensor | None:
+    """Return a tensor with the shape, the strides and the dtype of a dense gradient in the memory of the processor."""
+    if name not in gradients:
+        return None
+    if isinstance(gradients, SlicedGradients):
+        return gradients.layout(name)
+    if type(gradients) is not dict:
+        return None  # it may read the gradient each time that it is asked for it
+    found = gradients[name]
+    return found if isinstance(found, torch.Tensor) and found.is_cpu else None
+
+
+def _step(unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer) -> _Step:
+    """Return the step on a unit. Raises ``ReplayError`` if torch does not reproduce its own bits there."""
+    group = consumed.groups[group_index]
+    implementation = group.other_implementations.get(unit.name, group.implementation)
+    is_fused = implementation is Implementation.FUSED
+    reason = irreproducible_reason(optimizer.kind, group.options, is_fused, unit.parameter.dtype)
+    if reason is not None:
+        raise ReplayError(reason)
+    return _Step(consumed, group_index, _options(group, implementation, optimizer), implementation, optimizer)
+
+
+@contextmanager
+def _as_replay_error(optimizer: PartialOptimizer) -> Iterator[None]:
+    """Raise what the class's code raises, which may be anything (what it reads may come from a damaged pool), as
+    ``ReplayError``."""
+    try:
+        yield
+    except ReplayError:
+        raise
+    except Exception as error:
         raise ReplayError(f"{optimizer.kind.__name__} raised {type(error).__name__}: {error}") from error
 
 
@@ -133,7 +231,7 @@ def is_sliceable(
         and implementation in _SLICEABLE
         and all(
             t.dtype in _WIDE and is_dense_tensor(t) and t.stride() == parameter.stride()
-            for t in (parameter, gradient, *_state_of_parameter_shape(parameter, state).values())
+            for t in (parameter, gradient, *state_of_parameter_shape(parameter, state).values())
         )
     )
 
@@ -170,7 +268,7 @@ class _Step:
     ) -> None:
         """``group_index``: the index of the parameter's group. ``options``: of this group."""
         self._consumed, self._group_index, self._options = consumed, group_index, options
-        self._implementation, self._optimizer = implementation, optimizer
+        self.implementation, self._optimizer = implementation, optimizer
         has_scale = consumed.grad_scale is not None
         self._is_copied = not optimizer.is_torch or writes_gradients(optimizer.kind, options, implementation, has_scale)
 
@@ -181,7 +279,7 @@ class _Step:
             vars(alias).update(vars(parameter))
             alias.requires_grad_(parameter.requires_grad)
         tensors, states = [alias], {alias: state}
-        if self._implementation is Implementation.FOREACH_BESIDE_NEW and state:
+        if self.implementation is Implementation.FOREACH_BESIDE_NEW and state:
             # Beside a tensor without momentum, torch takes the code that updates each momentum separately.
             beside = _with_gradient(alias.new_zeros(1), alias.new_zeros(1), False)
             tensors.append(beside)
@@ -201,22 +299,24 @@ class _Step:
         self, parameter: torch.Tensor, state: dict[Any, Any], gradient: torch.Tensor, slice_numel: int
     ) -> None:
         """As ``make``, one slice of the memory after the other."""
-        full = {key: _flat(value) for key, value in _state_of_parameter_shape(parameter, state).items()}
+        full = {key: flat(value) for key, value in state_of_parameter_shape(parameter, state).items()}
         rest = {key: value for key, value in state.items() if key not in full}
-        flat, flat_gradient = _flat(parameter), _flat(gradient)
+        elements, flat_gradient = flat(parameter), flat(gradient)
         after: dict[Any, Any] = {}
-        for start in range(0, flat.numel(), slice_numel):
+        for start in range(0, elements.numel(), slice_numel):
             part = slice(start, start + slice_numel)
             views = {key: value[part] for key, value in full.items()}
-            after = {**views, **{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in rest.items()}}
-            self.make(flat[part], after, flat_gradient[part])
-            if after.keys() != state.keys() or any(after[key] is not view for key, view in views.items()):
-                raise ReplayError(f"{self._optimizer.kind.__name__} replaced tensors of its state")
-        for key, value in rest.items():
-            if isinstance(value, torch.Tensor):
-                value.copy_(after[key])
-            else:
-                state[key] = after[key]
+            after = {**views, **copied(rest)}
+            self.make(elements[part], after, flat_gradient[part])
+            self.refuse_replaced(after, views, rest)
+        put_into(state, {key: after[key] for key in rest})
+
+    def refuse_replaced(
+        self, state: Mapping[Any, Any], views: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]
+    ) -> None:
+        """Raise ``ReplayError`` if a step has not left the state of a slice in the memory of the unit."""
+        if state.keys() != {*views, *rest} or any(state[key] is not view for key, view in views.items()):
+            raise ReplayError(f"{self._optimizer.kind.__name__} replaced tensors of its state")
 
 
 def _options(group: ConsumedGroup, implementation: Implementation, optimizer: PartialOptimizer) -> dict[str, Any]:
@@ -261,11 +361,25 @@ def _refuse_misfit(
                 raise ReplayError(f"the state {key!r} has shape {list(value.shape)}, which a fused step cannot use")
 
 
-def _state_of_parameter_shape(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+def state_of_parameter_shape(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     """Return the tensors of the state that have the parameter's shape."""
     return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state with copies of its tensors."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def put_into(state: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+    """Give a state these values. Its tensors stay, and are written."""
+    for key, value in values.items():
+        if isinstance(state[key], torch.Tensor):
+            state[key].copy_(value)
+        else:
+            state[key] = value
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as one dimension."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -26,6 +26,7 @@ from lightck.state.consumed_update import (
     ConsumedUpdate,
     Gradient,
     Implementation,
+    SlicedGradients,
     SparseGradient,
 )
 from lightck.state.indexed_gradient import IndexedGradient, dense_gradient, problem_of
@@ -47,6 +48,17 @@ _SPARSE, _INDEXED = "sparse", "indexed"
 Read = Callable[[str], torch.Tensor]
 """Reads a tensor of the pool by the name of its entry, with its elements in row-major order. Raises ``LookupError`` if
 the record holds no such tensor."""
+
+
+class ReadSlice(Protocol):
+    """Reads slices of the tensors of the pool, by the names of their entries."""
+
+    def layout(self, entry_name: str) -> torch.Tensor | None:
+        """Return a tensor on the meta device with the shape, the strides and the dtype of an entry; None: only the
+        whole tensor can be read, or there is none."""
+
+    def read(self, entry_name: str, start: int, into: torch.Tensor) -> None:
+        """As ``SlicedGradients.read_slice``."""
 
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]
@@ -279,9 +291,12 @@ def _tensor_value(tensor: torch.Tensor | None) -> list[object] | None:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def consumed_update(value: object, read: Read, shape_of: ShapeOf = no_shape) -> ConsumedUpdate:
+def consumed_update(
+    value: object, read: Read, shape_of: ShapeOf = no_shape, slices: ReadSlice | None = None
+) -> ConsumedUpdate:
     """Return what an update consumed, from its value in the small state. ``read``: called for the tensors of a gradient
-    each time that the replay asks for it, perhaps in several threads. ``shape_of``: see ``ShapeOf``.
+    each time that the replay asks for it, perhaps in several threads. ``shape_of``: see ``ShapeOf``. ``slices``: called
+    in the same way; None: slices cannot be read.
 
     Raises ``CorruptPoolError`` if the value is malformed. A gradient that does not fit its description raises it when
     it is read."""
@@ -292,7 +307,7 @@ def consumed_update(value: object, read: Read, shape_of: ShapeOf = no_shape) -> 
                 f"what its update consumed was saved in format {raw['version']}, and this lightck reads "
                 f"{RECORD_VERSION} and {INDEXED_VERSION}: read it with the release that saved it"
             )
-        steps = tuple(_step(one, read, shape_of) for one in typed(raw["steps"], list))
+        steps = tuple(_step(one, read, shape_of, slices) for one in typed(raw["steps"], list))
         update = ConsumedUpdate(_number(raw["step"], 0, NUMBER_MAX), steps, _number(raw["threads"], 1, THREADS_MAX + 1))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError, OverflowError) as err:
         raise _malformed(f"{type(err).__name__}: {err}") from err
@@ -302,12 +317,18 @@ def consumed_update(value: object, read: Read, shape_of: ShapeOf = no_shape) -> 
     return update
 
 
-class StoredGradients(Mapping[str, Gradient]):
+class StoredGradients(SlicedGradients):
     """Name of a parameter -> its gradient, which is read from the pool each time that it is asked for."""
 
-    def __init__(self, described: Mapping[str, list[object] | None], read: Read, shape_of: ShapeOf) -> None:
+    def __init__(
+        self,
+        described: Mapping[str, list[object] | None],
+        read: Read,
+        shape_of: ShapeOf,
+        slices: ReadSlice | None = None,
+    ) -> None:
         """``described``: name -> what the value says of the gradient."""
-        self._described, self._read, self._shape_of = described, read, shape_of
+        self._described, self._read, self._shape_of, self._slices = described, read, shape_of, slices
 
     def __getitem__(self, name: str) -> Gradient:
         found = self._described[name]
@@ -325,6 +346,23 @@ class StoredGradients(Mapping[str, Gradient]):
 
     def __len__(self) -> int:
         return len(self._described)
+
+    def is_absent(self, name: str) -> bool:
+        return self._described[name] is None
+
+    def layout(self, name: str) -> torch.Tensor | None:
+        found = self._described[name]
+        if self._slices is None or found is None or _is_indexed(found) or _is_sparse(found):
+            return None
+        (entry_name,) = gradient_names(name, has_indices=False)
+        layout = self._slices.layout(entry_name)
+        # Its elements lie in the pool in the order of its own memory.
+        return layout if layout is not None and list(layout.stride()) == found else None
+
+    def read_slice(self, name: str, start: int, into: torch.Tensor) -> None:
+        assert self._slices is not None, "it has a layout"
+        (entry_name,) = gradient_names(name, has_indices=False)
+        self._slices.read(entry_name, start, into)
 
     def _dense(self, name: str, strides: list[object]) -> torch.Tensor:
         tensor = self._tensor(*gradient_names(name, has_indices=False))
@@ -367,7 +405,7 @@ class StoredGradients(Mapping[str, Gradient]):
             ) from None
 
 
-def _step(value: object, read: Read, shape_of: ShapeOf) -> ConsumedStep:
+def _step(value: object, read: Read, shape_of: ShapeOf, slices: ReadSlice | None) -> ConsumedStep:
     raw = typed(value, dict)
     names = [[typed(name, str) for name in typed(group, list)] for group in _unpacked_list(raw["names"])]
     options = [_options(group) for group in _unpacked_list(raw["options"])]
@@ -384,7 +422,7 @@ def _step(value: object, read: Read, shape_of: ShapeOf) -> ConsumedStep:
         _number(raw["optimizer"], 0, OPTIMIZERS_MAX),
         typed(raw["class"], str),
         groups,
-        StoredGradients(dict(zip(all_names, described, strict=True)), read, shape_of),
+        StoredGradients(dict(zip(all_names, described, strict=True)), read, shape_of, slices),
         _tensor(raw["grad_scale"]),
         _tensor(raw["found_inf"]),
     )

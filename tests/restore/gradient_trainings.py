@@ -145,6 +145,7 @@ class TrainedPool:
     has_sentinels: bool = True
     whole: Mapping[int, Collection[str]] = field(default_factory=dict)
     """Step -> parameters whose gradient was overwritten, so that their units are written whole."""
+    block: int = BLOCK
 
     def __post_init__(self) -> None:
         self.n_slots = self.n_slots or records_default(self.n, self.interval)
@@ -182,7 +183,7 @@ class TrainedPool:
             table_offsets=(16 * KIB, MIB),
             table_nbytes=len(table),
             table_hash=layout_hash(table),
-            block=BLOCK,
+            block=self.block,
             manifest_offset=4 * KIB,
             manifest_nbytes=MANIFEST,
             payload_offset=PAYLOAD,
@@ -204,9 +205,9 @@ class TrainedPool:
 
     def crcs(self, number: int, data: bytes, generation: int) -> list[int]:
         return [
-            lib.lck_crc32c(ffi.from_buffer(data[at : at + BLOCK]), len(data[at : at + BLOCK]))
-            ^ lib.lck_block_seed(*uuid_words(UUID), number, generation, at // BLOCK)
-            for at in range(0, len(data), BLOCK)
+            lib.lck_crc32c(ffi.from_buffer(data[at : at + self.block]), len(data[at : at + self.block]))
+            ^ lib.lck_block_seed(*uuid_words(UUID), number, generation, at // self.block)
+            for at in range(0, len(data), self.block)
         ]
 
     # -- one step

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from toys import same
 
 from lightck.errors import ReplayError
-from lightck.restore.replay import Base, replay
+from lightck.restore.replay import replay
+from lightck.restore.unit_replay import Base
 from lightck.state.consumed_update import ConsumedUpdate, SparseGradient
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.unit_update import Unit
@@ -159,7 +160,7 @@ def test_a_check_ends_the_replay_where_it_finds_a_difference(workers):
     run = small_run()
     seen: dict[str, list[int]] = {name: [] for name in run.parameters}
 
-    def check(unit: Unit, step: int) -> str | None:
+    def check(unit: Unit, step: int, part: slice | None) -> str | None:
         seen[unit.name].append(step)
         same_bits = same(unit.parameter, run.states[step][unit.name][0])
         return None if same_bits else "page 0 has another checksum"
@@ -173,6 +174,33 @@ def test_a_check_ends_the_replay_where_it_finds_a_difference(workers):
         replay(run.bases(), run.updates, run.partial, 5, check=check, workers=workers)
     assert (caught.value.parameter, caught.value.step) == ("p1", 3)
     assert seen["p1"][-1] == 3, "nothing is replayed after the difference"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_slice_is_checked_after_each_update(workers):
+    run = small_run()
+    bases, seen = run.bases(), list[tuple[str, int, int]]()
+
+    def check(unit: Unit, step: int, part: slice | None) -> str | None:
+        elements = range(unit.parameter.numel())[slice(None) if part is None else part]
+        now, then = (p.detach().flatten() for p in (unit.parameter, run.states[step][unit.name][0]))
+        seen.extend((unit.name, step, each) for each in elements)
+        assert same({**unit.states[0]}["step"], run.states[step][unit.name][1]["step"])
+        return None if all(same(now[each], then[each]) for each in elements) else "it differs"
+
+    replay(bases, run.updates, run.partial, 5, check=check, workers=workers, slice_numel=4)
+    assert sorted(seen) == sorted(
+        (base.unit.name, step, each)
+        for base in bases
+        for step in range(base.step + 1, 6)
+        for each in range(base.unit.parameter.numel())
+    )
+    assert_reached(run, bases, 5)
+
+    run.states[3]["p0"][0].view(-1)[-1] += 1.0
+    with pytest.raises(ReplayError, match=r"'p0' differs .*after the update of step 3: it differs") as caught:
+        replay(run.bases(), run.updates, run.partial, 5, check=check, workers=workers, slice_numel=4)
+    assert (caught.value.parameter, caught.value.step) == ("p0", 3)
 
 
 class Once(Mapping[str, Any]):
@@ -217,7 +245,7 @@ def test_the_number_of_threads_is_the_users_again(dtype):
         torch.set_num_threads(threads)
         replay(run.bases(), run.updates, run.partial, 5, workers=2)
         with pytest.raises(ReplayError):
-            replay(run.bases(), run.updates, run.partial, 5, check=lambda unit, step: "something")
+            replay(run.bases(), run.updates, run.partial, 5, check=lambda unit, step, part: "something")
         left = torch.get_num_threads()
         begun_later: list[int] = []
         thread = threading.Thread(target=lambda found=begun_later: found.append(torch.get_num_threads()))
