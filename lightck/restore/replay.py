@@ -144,7 +144,7 @@ class _Plan:
             for call, group_index in self._calls_of(unit, step):
                 if is_left_alone(unit, call.consumed, call.optimizer):
                     continue
-                update = update_in_slices(unit, call.consumed, group_index, call.optimizer)
+                update = update_in_slices(unit, call.consumed, group_index, call.optimizer, self._slice_numel)
                 if update is None:
                     return None
                 updates[step].append(update)

@@ -40,6 +40,9 @@ faster in slices.)"""
 _WIDE = (torch.float32, torch.float64)
 """Dtypes whose bits depend neither on the number of threads nor on slices."""
 _SLICEABLE = (Implementation.FOR_LOOP, Implementation.FOREACH)
+_FUSED_SLICE_MULTIPLE = 64
+"""Slices of so many elements, or a multiple of them, are divided into vectors and a rest by torch's fused code as the
+whole tensor is: it gives whole cache lines to each thread. The rest rounds in another way than a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +137,11 @@ class UpdateInSlices:
 
 
 def update_in_slices(
-    unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer
+    unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer, slice_numel: int
 ) -> UpdateInSlices | None:
     """Return the step of one optimizer on one unit, to be made in slices; None if that may give other bits, if the
-    unit's gradient cannot be read in slices, or if ``update_unit`` would refuse the step. Arguments: as there. The
-    unit's state must not be empty. No gradient is read."""
+    unit's gradient cannot be read in slices, or if ``update_unit`` would refuse the step. Arguments: as there.
+    No gradient is read."""
     state, layout = unit.states.get(consumed.optimizer), _layout(consumed.gradients, unit.name)
     if state is None or layout is None:
         return None
@@ -148,7 +151,7 @@ def update_in_slices(
     except ReplayError:
         return None
     is_exact = is_independent_of_threads(unit, optimizer) and is_sliceable(
-        unit.parameter, state, layout, optimizer, step.implementation
+        unit.parameter, state, layout, optimizer, step.implementation, slice_numel
     )
     return UpdateInSlices(unit.name, optimizer, consumed.gradients, step, layout.dtype) if is_exact else None
 
@@ -219,16 +222,18 @@ def is_sliceable(
     gradient: Gradient,
     optimizer: PartialOptimizer,
     implementation: Implementation,
+    slice_numel: int = 1,
 ) -> bool:
     """Whether any slice of the memory of a unit's tensors can be updated separately, with the same bits: the class is
     element-wise, and all tensors are at least float32, and lie in memory in the same way. (A first update, which
-    creates the state, is made whole. Of fused code, only the bits of whole tensors are known.)"""
+    creates the state, is made whole.) ``slice_numel``: slices begin at multiples of it."""
+    is_fused = implementation is Implementation.FUSED
     return (
         bool(state)
         and isinstance(gradient, torch.Tensor)
         and optimizer.is_torch
         and optimizer.kind in ELEMENT_WISE
-        and implementation in _SLICEABLE
+        and (implementation in _SLICEABLE or (is_fused and slice_numel % _FUSED_SLICE_MULTIPLE == 0))
         and all(
             t.dtype in _WIDE and is_dense_tensor(t) and t.stride() == parameter.stride()
             for t in (parameter, gradient, *state_of_parameter_shape(parameter, state).values())

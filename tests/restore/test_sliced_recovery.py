@@ -49,6 +49,9 @@ MAKERS = {
     "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.05),
     "rprop foreach": lambda ps: torch.optim.Rprop(ps, lr=0.05, foreach=True),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True, foreach=False),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True, amsgrad=True),
+    "adagrad fused": lambda ps: torch.optim.Adagrad(ps, lr=0.05, fused=True),
+    "momentum fused": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, fused=True, nesterov=True),
     "momentum foreach": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=True),
 }
 
