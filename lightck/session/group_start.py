@@ -102,7 +102,7 @@ from lightck.session.pools_of_hosts import Hosts
 from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
 from lightck.session.tiers_of_group import TiersOfGroup
-from lightck.state.parts import mesh_of
+from lightck.state.parts import mesh_of, refuse_other_ranks
 from lightck.stats import Meter
 from lightck.tiers.pin import Holds
 
@@ -195,6 +195,7 @@ class GroupStart:
     def open(self, file: PoolFile, pipeline: Pipeline) -> Resumed | None:
         """Continue from the newest checkpoint that all ranks have, or create this rank's pool. Returns None for a new
         training."""
+        refuse_other_ranks(file.capture.tensors(), self.group.members)
         if self._other is not None and self._other.source is not None:
             return self._load_other_world(file, pipeline, self._other)
         reader = file.existing()

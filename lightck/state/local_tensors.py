@@ -115,6 +115,8 @@ def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value
     if the parameter or the value is a DTensor. ``name``: the name of the state."""
     restored = state_of(param, key, local_of(value))
     is_same = is_dtensor(value) == is_dtensor(restored)
+    if is_dtensor(value) and is_dtensor(param) and value.device_mesh == param.device_mesh:
+        _refuse_other_placements(name, param, value)
     if is_same and is_dtensor(value) and is_dtensor(restored):
         kinds = [(one.shape, one.device_mesh, one.placements) for one in (value, restored)]
         is_same = kinds[0] == kinds[1]
@@ -124,6 +126,19 @@ def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value
             "shape, mesh and placements of its parameter (torch.zeros_like(p)), or a plain tensor of another shape; "
             "state of a plain parameter has to be a plain tensor. Let the optimizer keep only state "
             "that has one of these forms."
+        )
+
+
+def _refuse_other_placements(name: str, param: Any, value: Any) -> None:
+    """Raise ``UnsupportedError`` if state of the parameter's shape has other placements. SGD's momentum begins as a
+    copy of the gradient, and torch's tensor parallelism gives some gradients other placements."""
+    if value.shape == param.shape and value.placements != param.placements:
+        raise UnsupportedError(
+            f"The state {name!r} has the placements {value.placements}, and its parameter {param.placements}, so it "
+            "could not be restored as it is. It is probably a copy of the gradient, as the momentum of SGD is, and "
+            "torch gave the gradient these placements. Call param.register_hook(lambda grad: "
+            "grad.redistribute(placements=param.placements)) on this parameter before the first backward pass, or use "
+            "an optimizer that makes its state like the parameter, such as AdamW."
         )
 
 

@@ -7,12 +7,12 @@ takes it for the whole tensor. Only the pools of ranks that checkpoint together 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightck.errors import StateValueError, UnsupportedError
+from lightck.errors import StateValueError, UnsupportedError, listed
 from lightck.layout import Layout
 from lightck.pool.format import pieces
 from lightck.pool.format.boxes import Ints
@@ -104,6 +104,30 @@ def mesh_of(lives: Iterable[Live], layout: Layout | None = None) -> tuple[Ints, 
     if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:
         return ((), ()) if layout is None else (layout.mesh_shape, layout.coordinate)
     return tuple(mesh.shape), tuple(mesh.get_coordinate())
+
+
+def refuse_other_ranks(lives: Iterable[Live], members: Collection[int]) -> None:
+    """Raise ``UnsupportedError`` if a DTensor lies on a rank that is not one of these, the ranks that checkpoint
+    together. (Two groups that checkpoint apart may go on from different steps, and neither has all parts.) ``members``:
+    numbers in the default process group."""
+    checked: set[Any] = set()
+    for live in lives:
+        mesh = live.dtensor.device_mesh if is_dtensor(live.dtensor) else None
+        if mesh is None or mesh.size() < 2 or mesh in checked:
+            continue
+        checked.add(mesh)
+        others = sorted(set(mesh.mesh.flatten().tolist()) - set(members))
+        if others:
+            raise UnsupportedError(
+                f"The tensor {live.name!r} is a DTensor on a mesh that has the ranks {_listed(others)} too, "
+                f"and group= has only the ranks {_listed(members)}. Ranks that hold one tensor must "
+                "checkpoint together, or a crash would leave its parts at different steps. Leave out group=, or pass a "
+                "group that contains all ranks of the mesh."
+            )
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return listed([str(rank) for rank in sorted(ranks)])
 
 
 def _placement(placement: Any) -> pieces.Placement:

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from ranked import log_lines, run_ranks, values
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.tensor import Replicate, distribute_module
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import lightck
 from lightck.errors import (
@@ -412,3 +415,78 @@ def test_a_process_group_that_is_made_after_attach_is_refused(pool):
     first, second = values(run_ranks(2, rank_body, has_group=False))
     assert "became rank 0 of 2 after lightck.attach" in first
     assert "became rank 1 of 2 after lightck.attach" in second
+
+
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def replicated() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = distribute_module(nn.Linear(4, 4), init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("make", [sharded, replicated])
+def test_a_group_without_all_ranks_of_a_tensor_is_refused(pools, make):
+    """Each group would agree on a step of its own, and a crash would leave the parts of a tensor at different steps."""
+
+    def attach(rank: int) -> str:
+        model, optimizer = make()
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            return ""
+        with pytest.raises(UnsupportedError) as caught:
+            lightck.attach(model, pools, optimizer=optimizer, group=group, timeout=30).close()
+        return str(caught.value)
+
+    found = values(run_ranks(3, attach))
+    for message in (found[0], found[2]):
+        assert "is a DTensor on a mesh that has the ranks 1 too, and group= has only the ranks 0, 2" in message
+        assert "Leave out group=, or pass a group that contains all ranks of the mesh" in message
+    assert not list(pools.glob("*.pool"))
+
+
+def test_a_group_with_all_ranks_of_a_tensor_is_accepted(pools):
+    def attach(rank: int) -> int:
+        group = dist.new_group([0, 1])
+        model, optimizer = sharded()
+        with lightck.attach(model, pools, optimizer=optimizer, group=group, timeout=30) as session:
+            return session.world
+
+    assert values(run_ranks(2, attach)) == [2, 2]
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_momentum_with_other_placements_than_its_parameter_names_a_cure_that_works(pools, has_hook):
+    """torch gives the gradient of a tensor parallel embedding other placements than the parameter has."""
+
+    def train(rank: int) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+        weight = model[0].weight
+        if has_hook:
+            weight.register_hook(lambda grad: grad.redistribute(placements=weight.placements))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        try:
+            with lightck.attach(model, pools, optimizer=optimizer, timeout=30) as session:
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.arange(6)).pow(2).sum().backward()
+                    optimizer.step()
+                    session.flush()
+                return f"step {session.committed}"
+        except UnsupportedError as err:
+            return str(err)
+
+    found = values(run_ranks(2, train))
+    if has_hook:
+        assert found == ["step 3"] * 2
+    else:
+        for message in found:
+            assert "has the placements (Replicate(),), and its parameter (Shard(dim=0),)" in message
+            assert "param.register_hook(lambda grad: grad.redistribute(placements=param.placements))" in message
