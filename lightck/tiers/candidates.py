@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lightck.errors import CorruptPoolError, NoCheckpointError, UnsupportedError
 from lightck.pool.format.structures import DamagedError, Superblock
 from lightck.restore.usable import STALE_REASON
-from lightck.tiers.claiming import claim_of, read_claim, refuse_other_runs
+from lightck.tiers.claiming import claim_of, forked_error, read_claim, refuse_other_runs
 from lightck.tiers.decisions import Listing, complete, manifests_of
 from lightck.tiers.fetching import stale_after
 from lightck.tiers.names import Claim, ManifestName, TierCheckpoint, Writer
@@ -183,6 +183,23 @@ def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator
         heads.remove(newest)
         yield newest[0]
         _advance(newest[1], heads)
+
+
+def refuse_forked(stores: Sequence[Store], in_pool: Order | None, pool: str) -> None:
+    """Raise ``TierClaimedError`` if the newest checkpoints of the tiers, and that of the pool, name different claims
+    with one number: no training comes through two of them. ``pool``: the pool, in words. Raises ``TierError``."""
+    found = [] if in_pool is None else [(pool, in_pool.claim)]
+    for store in stores:
+        newest = next(candidates_of(store, store.listing(), None, []), None)
+        if newest is not None:
+            found.append((f"the tier {str(store)!r}", newest.order.claim))
+    of_numbers: dict[int, tuple[str, Claim]] = {}
+    for place, claim in found:
+        if not claim.number:
+            continue
+        other, other_claim = of_numbers.setdefault(claim.number, (place, claim))
+        if other_claim != claim:
+            raise forked_error(other, other_claim, place, claim)
 
 
 def _by_order(found: Iterator[Candidate]) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightck.errors import TierClaimedError, TierError
+from lightck.errors import TierClaimedError, TierError, capitalized
 from lightck.pool.format.structures import NUMBER_MAX, DamagedError
 from lightck.tiers.decisions import Listing, complete, highest_claim, is_superseded, next_claim
 from lightck.tiers.names import Claim, TierCheckpoint, claim_name, parse
@@ -195,7 +195,11 @@ def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
 def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: str) -> None:
     """Raise ``TierClaimedError`` if the checkpoint of a tier, which says the claim ``in_tier``, and that of a pool are
     of two trainings that both began anew: then none of them has replaced the other. (Both have one run id if the second
-    one claimed the tier before the first had sent anything.) If a claim is gone, or its path is cut, nobody knows."""
+    one claimed the tier before the first had sent anything.) Raise it too if the training of the pool neither claimed
+    this tier nor is on the path of the claim: then the numbers of the two claims do not say which is newer. If a claim
+    is gone, or its path is cut, nobody knows."""
+    if _is_beside(store, in_pool, in_tier):
+        raise forked_error(pool, in_pool, f"the tier {str(store)!r}", in_tier)
     histories = []
     for claim in (in_pool, in_tier):
         content = claim_if_there(store, claim) if claim.number else None
@@ -209,6 +213,25 @@ def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: st
             "holds one run: to continue from the "
             "pool, give it another folder; to continue from the tier, name a pool that does not exist yet."
         )
+
+
+def _is_beside(store: Store, in_pool: Claim, in_tier: Claim) -> bool:
+    """Whether the claim ``in_pool`` was made in other tiers only, and ``in_tier`` does not come after it."""
+    if not in_pool.number or in_pool in store.listing().claims:
+        return False
+    content = claim_if_there(store, in_tier)
+    return content is not None and len(content.path) < _PATH_MAX and all(e.claim != in_pool for e in content.path)
+
+
+def forked_error(one: str, claim: Claim, other: str, other_claim: Claim) -> TierClaimedError:
+    """Return the error for two places that hold two continuations of one run. ``one``, ``other``: the places."""
+    return TierClaimedError(
+        f"{capitalized(one)} (claim {claim}) and {other} (claim {other_claim}) hold two continuations of one run, and "
+        "none of them continues the other: each was made while the other place was not used. Nothing was changed. "
+        "lightck does not guess which one you want. To continue from the pool, or from one tier, leave the other "
+        "tier out of tiers=, or give it a new folder; to continue from a tier that is left, name a pool that does not "
+        "exist yet."
+    )
 
 
 def _unreadable(store: Store, claim: Claim, reason: str) -> TierError:

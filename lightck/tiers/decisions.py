@@ -7,7 +7,7 @@ The store needs no atomic create, no lock and no compare-and-swap. What makes a 
 - *A manifest is written after the objects that it names, and is deleted before them.* So a checkpoint whose manifests
   are all there is whole. Nothing outside a prefix needs an object in it.
 - *Only the highest claim deletes.* Its drains delete below their own prefixes; that of rank 0 deletes below older
-  claims too, as soon as the claim has a complete checkpoint of its own.
+  claims too: below those that are older than the claim of a complete checkpoint whose grace is over.
 - *A reader has time.* A checkpoint goes only when a newer complete one is older than the grace, by the times of the
   store. A reader that began with it has had at least the grace to read it.
 - *Listings may be late*, by less than the grace. Whether a manifest is there is known by reading it. So a drain uses an
@@ -221,10 +221,8 @@ def manifests_to_delete(
     found = [each for each in listing.manifests if each.checkpoint < replacement and each.checkpoint not in stays]
     if writer.rank != 0:
         found = [each for each in found if each.writer == writer and not _has_first_rank(listing, each)]
-    elif replacement.claim == writer.claim:
-        found = [each for each in found if each.writer == writer or each.writer.claim < writer.claim]
     else:
-        found = [each for each in found if each.writer == writer]
+        found = [each for each in found if each.writer == writer or each.writer.claim < replacement.claim]
     return sorted(found, key=lambda each: (each.checkpoint, each.writer))
 
 
@@ -239,15 +237,17 @@ def objects_to_delete(
     that the manifests of each writer name; it has an entry for a writer only if all of the writer's manifests in the
     listing were read, and it includes what the drain itself has written, which a listing need not show yet. ``began``:
     the time of the store when the drain began. Before the grace has passed, a listing need not show what an earlier
-    drain of the same writer wrote last."""
-    if is_superseded(listing, writer.claim) or listing.now - began < grace:
+    drain of the same writer wrote last. (It shows what writers of claims wrote that were superseded before that.)"""
+    if is_superseded(listing, writer.claim):
         return []
-    replacement = newest_replacement(listing, grace)
-    reaches_older = writer.rank == 0 and replacement is not None and replacement.claim == writer.claim
+    shows_own = listing.now - began >= grace
+    replacement = newest_replacement(listing, grace) if writer.rank == 0 else None
     return sorted(
         each
         for each in listing.objects
-        if (each.writer == writer or (reaches_older and each.writer.claim < writer.claim))
+        if (
+            (shows_own and each.writer == writer) or (replacement is not None and each.writer.claim < replacement.claim)
+        )
         and each.writer in named
         and each not in named[each.writer]
     )

@@ -33,7 +33,7 @@ ROWS = [
     safe("2 ranks, 2 claims, 2 steps, a fast reader", 202_440, n=2, claims=2, steps=2, is_fine=False, fast_readers=1),
     safe("2 ranks, 2 claims, 2 steps, a slow reader", 249_406, n=2, claims=2, steps=2, is_fine=False, slow_readers=1),
     safe("2 ranks, 2 claims, 2 steps, gc", 371_788, n=2, claims=2, steps=2, is_fine=False, collects=True),
-    safe("1 rank, 2 trainings claim at once, 2 steps", 106_621, claims=3, steps=2, is_fine=False),
+    safe("1 rank, 2 trainings claim at once, 2 steps", 122_189, claims=3, steps=2, is_fine=False),
     safe("1 rank, 2 claims, 3 steps, each request apart", 115_152, claims=2, steps=3),
 ]
 

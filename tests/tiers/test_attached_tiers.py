@@ -953,6 +953,56 @@ def test_a_pool_of_a_machine_that_was_replaced_is_made_anew(tmp_path, caplog):
     assert "Updates after that step, if there were any, are lost" in caplog.text
 
 
+def continued(pool: Path, tiers: list[Any], n_updates: int) -> int:
+    """Continue a training with these tiers, and return the step from which it continued."""
+    model, optimizer, session = attached(pool, tiers, resume=True)
+    with session:
+        began = session.step
+        train(model, optimizer, n_updates, start=began)
+    return began
+
+
+def test_two_continuations_of_one_run_in_two_tiers_are_refused_by_name(tmp_path):
+    """The pool is lost while one tier is out of reach, and the run goes on from the other one alone."""
+    pool, a, b = tmp_path / "run.pool", lightck.Tier(tmp_path / "a", every=1), lightck.Tier(tmp_path / "b", every=1)
+    continued(pool, [a, b], 2)
+    continued(pool, [a], 1)
+    pool.unlink()
+    assert continued(pool, [b], 5) == 2
+    before = pool.read_bytes()
+    for tiers in ([b, a], [a, b], [a]):
+        with pytest.raises(TierClaimedError, match=r"two continuations of one run.*leave the other tier out of tiers="):
+            continued(pool, tiers, 1)
+        assert pool.read_bytes() == before
+    assert steps_in(tmp_path / "a") == [2, 3]
+    assert steps_in(tmp_path / "b") == [2, 7]
+    moved = pool.rename(tmp_path / "moved.pool")
+    with pytest.raises(TierClaimedError, match=r"The tier '.*a' \(claim .*\) and the tier '.*b' \(claim"):
+        continued(pool, [a, b], 1)
+    assert continued(pool, [a], 1) == 3, "a cure: leave one out, and name a pool that does not exist yet"
+    assert continued(moved, [b], 1) == 7, "the other one"
+
+
+def test_a_longer_continuation_elsewhere_does_not_replace_the_pool_unasked(tmp_path):
+    """Its claim has a larger number, which says nothing, because it was made in another tier."""
+    pool, a, b = tmp_path / "run.pool", lightck.Tier(tmp_path / "a", every=1), lightck.Tier(tmp_path / "b", every=1)
+    continued(pool, [a, b], 2)
+    for _ in range(3):
+        continued(pool, [a], 1)
+    pool.unlink()
+    assert continued(pool, [b], 9) == 2
+    with pytest.raises(TierClaimedError, match="two continuations of one run"):
+        continued(pool, [b, a], 1)
+    assert continued(pool, [b], 1) == 11
+
+
+def test_tiers_that_were_left_out_for_a_while_are_no_other_continuation(tmp_path):
+    pool, a, b = tmp_path / "run.pool", lightck.Tier(tmp_path / "a", every=1), lightck.Tier(tmp_path / "b", every=1)
+    assert [continued(pool, tiers, 1) for tiers in ([a, b], [a], [b, a], [b], [a], [a, b])] == [0, 1, 2, 3, 4, 5]
+    pool.unlink()
+    assert continued(pool, [b, a], 1) == 6
+
+
 def test_a_pool_that_is_newer_than_its_tier_is_taken(tmp_path, caplog):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
