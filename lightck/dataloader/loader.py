@@ -436,7 +436,7 @@ class SessionLoader:
         pass_.sharing = sharing_of(self.loader)
         self._in_process = may_draw_here(self.loader, self._dataloader, inner)
         self._prefetches = self._in_process and not self._stateful and may_prefetch(inner)
-        self._watch = watch_sampler(inner, self._in_process) if self._risk is None and not self._stateful else None
+        self._watch = None if self._risk or self._stateful else watch_sampler(inner, self._in_process, self._generators)
         return PassIterator(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> PassIterator:

@@ -16,7 +16,14 @@ from types import MemberDescriptorType
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightck.dataloader.position import GENERATORS_MAX, RngSnapshot
 from lightck.dataloader.wrapped_loader import is_loader_of_torch, wrapper_chain
@@ -43,6 +50,15 @@ class OwnGenerators:
 
     def __len__(self) -> int:
         return len(self._own)
+
+    def may_be_drawn_late(self) -> bool:
+        """Whether a sampler may choose samples with draws after the beginning of a pass. torch's samplers draw all at
+        the beginning, but for a ``RandomSampler`` with replacement, or with more samples than the dataset has. (One
+        without draws once more at the end, and uses nothing of that.)"""
+        if not len(self):
+            return False
+        samplers = _parts(self._loader, _SAMPLERS)[len(wrapper_chain(self._loader)) :]
+        return not all(is_loader_of_torch(each) or _draws_at_the_beginning(each) for each in samplers)
 
     def found_again(self) -> OwnGenerators:
         """Search for the generators again, because the loop may have replaced some, and return this object. (If another
@@ -85,6 +101,12 @@ class OwnGenerators:
             yield
         finally:
             self.restore(before)
+
+
+def _draws_at_the_beginning(sampler: object) -> bool:
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in (BatchSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def _generators_of(loader: object) -> tuple[OwnGenerator, ...]:

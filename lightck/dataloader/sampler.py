@@ -1,19 +1,22 @@
-"""Whether a sampler draws from torch's global generator at ``next()``. If it does, a replay may give it other numbers
-than the interrupted run, because in a replay the loop draws nothing between two fetches.
+"""Whether a sampler draws at ``next()`` from a generator from which others draw too: torch's global one, or one of its
+own. If it does, a replay may give it other numbers than the interrupted run, because in a replay the loop draws nothing
+between two fetches.
 
 At the first ``next()`` of a pass the sampler draws the same numbers in a replay, because the random state before this
 ``next()`` was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing between the two
 calls. If batches are fetched in this process, lightck checks whether the loop drew. Workers fetch ahead of the loop, so
-with workers each draw of the sampler is a risk.
+with workers each draw of the sampler is a risk. From a generator of the sampler's own mostly nobody else draws. So it
+is a risk only from the moment on at which somebody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from lightck.dataloader.loader_state import OwnGenerators, States
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
@@ -31,9 +34,19 @@ class SamplerWatch(Protocol):
         """Called after a fetch. Return why a replay may not be exact; None if this fetch shows no reason."""
 
 
-def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. Return
-    None if batches are fetched in this process by an iterator that is not torch's own."""
+def watch_sampler(inner: Iterator[object], in_process: bool, own: OwnGenerators) -> SamplerWatch | None:
+    """Return a watch for the pass of ``inner``; None if there is nothing to watch. ``in_process``: whether batches are
+    fetched in this process. ``own``: the generators of the loader."""
+    of_global = _watch_global_generator(inner, in_process)
+    watches = [
+        each for each in (of_global, _OwnGeneratorsWatch(own) if own.may_be_drawn_late() else None) if each is not None
+    ]
+    return _Watches(watches) if watches else None
+
+
+def _watch_global_generator(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
+    """Return a watch of torch's global generator; None if batches are fetched in this process by an iterator that is
+    not torch's own."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -44,6 +57,54 @@ def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | N
     sampler = _WatchedSampler(drawn_from)
     inner._sampler_iter = sampler  # type: ignore[attr-defined]
     return _InProcessWatch(sampler)
+
+
+class _Watches:
+    """Several watches of one pass."""
+
+    def __init__(self, watches: Sequence[SamplerWatch]) -> None:
+        self._watches = watches
+
+    def before(self) -> None:
+        for each in self._watches:
+            each.before()
+
+    def risk(self) -> str | None:
+        return next(filter(None, [each.risk() for each in self._watches]), None)
+
+
+class _OwnGeneratorsWatch:
+    """Watches whether the sampler draws from a generator of its own after somebody else has drawn from it."""
+
+    def __init__(self, own: OwnGenerators) -> None:
+        self._own = own
+        self._before: States | None = None
+        """States before the present fetch; None until somebody else has drawn in this pass."""
+        self._after: States | None = None
+        """States after the last fetch; None before the first one, and after somebody else has drawn."""
+
+    def before(self) -> None:
+        if self._before is not None:
+            self._before = self._own.states()
+        elif self._after is not None and not _are_equal(self._after, now := self._own.states()):
+            self._before, self._after = now, None
+
+    def risk(self) -> str | None:
+        if self._before is None:
+            self._after = self._own.states()
+            return None
+        if _are_equal(self._before, self._own.states()):
+            return None
+        return (
+            "the loader's sampler draws from a random generator of its own at next(), and the loop, or another loader, "
+            "draws from the same generator. A resume fetches the earlier batches of the pass again without those "
+            "draws, so the sampler may draw other numbers. To avoid this, give the sampler a generator from which "
+            "nothing else draws"
+        )
+
+
+def _are_equal(some: States, others: States) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 class _WorkerFetchWatch:
