@@ -49,6 +49,10 @@ class SharedOptions(dict[str, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
+    def __ior__(self, others: Any) -> SharedOptions:  # type: ignore[override, misc]
+        self.update(others)
+        return self
+
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default

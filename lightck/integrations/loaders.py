@@ -18,6 +18,8 @@ class WrappedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # a copy, or a pickle, that has no attributes yet
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 

@@ -214,4 +214,6 @@ class _ResumedLoader:
         return iterator
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # a copy, or a pickle, that has no attributes yet
+            raise AttributeError(name)
         return getattr(self._loader, name)

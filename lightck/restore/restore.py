@@ -384,6 +384,8 @@ def apply(plan: RestorePlan, source: Source) -> None:
         for key in live.other_state():
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
+        if plan.contents.step > 0:
+            vars(live.optimizer)["_opt_called"] = True  # else torch's schedulers warn that theirs is the first step
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument
