@@ -33,8 +33,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +82,8 @@ class PoolReader(StorageReader):
     """Reads a pool, or a directory of pools, for ``torch.distributed.checkpoint.load`` and what is built on it.
 
     If ``PoolWriter`` made it, the keys are those that were saved. If ``lightck.attach`` made it, the keys are ``step``
-    and those of ``get_state_dict``: ``model.<name>``, ``optimizer.state.<name>.<key>`` and ``optimizer.param_groups``.
+    and those of ``get_state_dict``: ``model.<name>``, ``optimizer.state.<name>.<key>`` and
+    ``optimizer.param_groups.<number>.<option>``.
 
     Args:
         pool_path: the pool, or the directory of a group of ranks. It may be in use.
@@ -208,7 +211,7 @@ class PoolReader(StorageReader):
         if name is not None:
             return io.BytesIO(self._opened_checkpoint.read(name).numpy().tobytes())
         stored = io.BytesIO()
-        torch.save(self._values[key], stored)
+        torch.save(deepcopy(self._values[key]), stored)  # reads the tensors in it
         stored.seek(0)
         return stored
 
@@ -226,11 +229,12 @@ class PoolReader(StorageReader):
 
     def _items(self, checkpoint: lightck.Checkpoint) -> Iterator[_Item]:
         """Yield everything that can be loaded from a pool of ``lightck.attach``."""
-        for path, value in self._paths(checkpoint):
-            yield ".".join(map(str, path)), path, value
+        for whole_path, whole in self._paths(checkpoint):
+            for path, value in _traversed(whole_path, whole):
+                yield ".".join(map(str, path)), path, value
 
     def _paths(self, checkpoint: lightck.Checkpoint) -> Iterator[tuple[_Path, Any]]:
-        found = checkpoint.by_parameter(_Named)
+        found = checkpoint.by_parameter(partial(_Named, checkpoint))
         model, optimizer = ((key,) if key else () for key in self._keys)
         yield ("step",), checkpoint.step
         for name, value in found["model"].items():
@@ -245,10 +249,6 @@ class PoolReader(StorageReader):
                     for key, value in group.items():
                         if key != "params":
                             yield (*optimizer, "param_groups", name, key), value
-        elif any(isinstance(value, _Named) for group in groups for value in group.values()):
-            for number, group in enumerate(groups):  # torch traverses lists that hold tensors
-                for key, value in group.items():
-                    yield (*optimizer, "param_groups", number, key), value
         else:
             yield (*optimizer, "param_groups"), groups
 
@@ -260,7 +260,28 @@ def _saved_items(checkpoint: lightck.Checkpoint) -> Iterator[_Item]:
         prefix = next((one for one in (TENSORS, BYTES) if name.startswith(one)), None)
         if prefix is not None:
             key = name.removeprefix(prefix)
-            yield key, tuple(paths.get(key, (key,))), _Named(name)
+            yield key, tuple(paths.get(key, (key,))), _Named(checkpoint, name)
+
+
+def _traversed(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+    """Yield the parts of a value that torch loads one by one, as it traverses a state dict since release 2.4: what lies
+    in dicts, and in lists that hold tensors or dicts. Any other value is one part, a tuple too."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _traversed((*path, str(key)), part)
+    elif isinstance(value, list) and _is_traversed(value):
+        for number, part in enumerate(value):
+            yield from _traversed((*path, number), part)
+    else:
+        yield path, value
+
+
+def _is_traversed(value: list[Any]) -> bool:
+    """Whether torch traverses this list."""
+    return any(
+        isinstance(part, (torch.Tensor, _Named, Mapping)) or (isinstance(part, list) and _is_traversed(part))
+        for part in value
+    )
 
 
 def _box_of(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
@@ -270,10 +291,14 @@ def _box_of(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> 
 
 
 class _Named:
-    """A tensor of the pool, or bytes, in the place of the value itself."""
+    """A tensor of the pool, or bytes, in the place of the value itself. A deep copy of what holds it has the tensor."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, checkpoint: lightck.Checkpoint, name: str) -> None:
         self.name = name
+        self._checkpoint = checkpoint
+
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        return self._checkpoint.read(self.name)
 
 
 def _metadata_of(tensor: torch.Tensor) -> TensorStorageMetadata:

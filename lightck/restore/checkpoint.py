@@ -113,8 +113,8 @@ class Checkpoint:
     def by_parameter(self, tensor: Callable[[str], Any] | None = None) -> dict[str, Any]:
         """Return model and optimizers with the names of parameters, as
         ``torch.distributed.checkpoint.state_dict.get_state_dict`` has them: ``{"model": {name: tensor}, "optimizer":
-        {"state": {name: {key: tensor}}, "param_groups": [...]}}``. If nothing of an optimizer was saved, ``state`` and
-        ``param_groups`` are empty.
+        {"state": {name: {key: tensor}}, "param_groups": [...]}}``. Extra state of modules is in ``model``, as in
+        ``self.model``. If nothing of an optimizer was saved, ``state`` and ``param_groups`` are empty.
 
         Args:
             tensor: called with the name of each tensor in the pool; what it returns is put in its place. ``meta`` gives
@@ -125,6 +125,7 @@ class Checkpoint:
         """
         value = self.tensor if tensor is None else tensor
         model = {name: value(entry.alias or entry.name) for name, entry in self.contents.model_entries.items()}
+        model |= {name: values.unpack(packed, tensor=value) for name, packed in self.contents.extra.items()}
         dicts = [self._optimizer_dict(one, value) for one in self.contents.optimizers]
         cure = "Read it with .optimizer."
         return {"model": model, "optimizer": merged_by_parameter(self.contents.optimizers, dicts, cure)}

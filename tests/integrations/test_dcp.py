@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ranks.test_recover import train as train_ranks
 from ranks.test_recover import whole
 from ranks.trainings import TOPOLOGIES, build
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from toys import adam, damage, everything, net, pool_with, same, train
@@ -26,13 +27,15 @@ from lightck.integrations.dcp import PoolReader
 pytestmark = pytest.mark.frameworks
 
 
-def load(reader: PoolReader, model: Any, optimizer: Any, *, flatten: bool = False, keys: Any = None) -> int:
+def load(
+    reader: PoolReader, model: Any, optimizer: Any, *, flatten: bool = False, keys: Any = None, planner: Any = None
+) -> int:
     """Load as torch's tutorial does. Returns the step."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model_key, optimizer_key = keys or ("model", "optimizer")
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     value = {model_key: model_state, optimizer_key: optimizer_state, "step": 0}
-    dcp.load(value, storage_reader=reader)
+    dcp.load(value, storage_reader=reader, planner=planner)
     set_state_dict(
         model,
         optimizer,
@@ -59,6 +62,89 @@ def test_a_single_process_loads_a_pool_and_goes_on_with_the_same_bits(make, flat
     train(model, optimizer, 2, start=3)
     train(other, optimizer_of_other, 2, start=3)
     assert same(other.state_dict(), model.state_dict())
+
+
+def two(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(model[0].parameters(), lr=0.5, momentum=0.9),
+        torch.optim.Adam(model[2].parameters(), lr=0.5),
+    ]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: [torch.optim.Adam(model.parameters(), lr=0.5)],
+        lambda model: [torch.optim.SGD(model.parameters(), lr=0.5)],
+        lambda model: [torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))],
+        two,
+    ],
+    ids=["Adam", "SGD without state", "lr as a tensor", "two optimizers"],
+)
+def test_a_learning_rate_that_the_training_has_changed_is_loaded(make, partial, pool):
+    model = net()
+    optimizers = make(model)
+    with lightck.attach(model, pool, optimizer=optimizers):
+        for number, optimizer in enumerate(optimizers):
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = (lr * 0 if isinstance(lr, torch.Tensor) else 0) + 0.125 / (1 + number)
+        for _ in range(2):
+            model(torch.ones(3, 4)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    other = net(seed=9)
+    optimizers_of_other = make(other)
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    load(PoolReader(pool), other, optimizers_of_other, planner=planner)
+    assert [float(one.param_groups[0]["lr"]) for one in optimizers_of_other] == [0.125, 0.0625][: len(optimizers)]
+    assert same(everything(other, *optimizers_of_other), everything(model, *optimizers))
+
+
+class WithExtraState(torch.nn.Linear):
+    """A layer whose ``get_extra_state`` returns what the test has put into ``extra``."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(4, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+LARGE = torch.arange(300_000.0)
+"""A tensor that the pool holds by itself, and not among the small values."""
+EXTRA_STATES: dict[str, tuple[Any, Any]] = {
+    "a number": (3, 0),
+    "a tensor": (torch.tensor([3]), torch.tensor([0])),
+    "a large tensor": (LARGE, torch.zeros(300_000)),
+    "a dict": ({"count": 3, "seen": {"mean": torch.ones(2)}}, {"count": 0, "seen": {"mean": torch.zeros(2)}}),
+    "lists": (
+        {"plain": [1, 2], "tensors": [torch.ones(2), 5], "nested": [[LARGE]]},
+        {"plain": [0, 0], "tensors": [torch.zeros(2), 0], "nested": [[LARGE * 0]]},
+    ),
+    "a tuple with tensors": ((1, LARGE, {"mean": torch.ones(2)}), None),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA_STATES)
+def test_extra_state_of_modules_is_loaded_as_from_an_export(kind, pool, tmp_path):
+    saved, fresh = EXTRA_STATES[kind]
+    model = torch.nn.Sequential(WithExtraState(saved))
+    with lightck.attach(model, pool, optimizer=(optimizer := adam(model))):
+        train(model, optimizer, 2)
+    lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp", what="all")
+    with PoolReader(pool) as reader:
+        of_reader = reader.read_metadata().state_dict_metadata
+        of_export = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+        assert {key: type(one) for key, one in of_reader.items()} == {key: type(one) for key, one in of_export.items()}
+        other = torch.nn.Sequential(WithExtraState(copy.deepcopy(fresh)))
+        assert load(reader, other, adam(other)) == 2
+    assert same(other[0].extra, saved)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(("saved", "loads"), [("fsdp 3", "fsdp"), ("ddp", "tp"), ("tp", "fsdp 3"), ("fsdp", "ddp")])
