@@ -8,13 +8,19 @@ The Accelerator knows its models, optimizers and registered objects, and ``attac
 which finds the schedulers itself. Accumulation, mixed precision and ``accelerator.backward`` need nothing: a step is
 counted where the optimizer inside has stepped.
 
+With ``automatic_checkpoint_naming``, Accelerate numbers the folders of ``save_state()`` from 0 in each process, and
+refuses a folder that exists. So after a resume the number becomes one more than the highest that is there.
+
 Failure cases: ``attach`` raises an error that names the reason if an attribute of the Accelerator does not exist, if
 nothing was prepared, or if more than one model was prepared.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -24,15 +30,17 @@ from lightck.errors import AmbiguousError, LateError, UnsupportedError
 
 try:
     import accelerate
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, gather_object
 except ImportError as err:
     raise ImportError(
         "lightck.integrations.accelerate needs accelerate. Install it with: pip install 'lightck[accelerate]'"
     ) from err
 
+log = logging.getLogger("lightck")
+
 MAJOR = 1
 """The supported major release of accelerate."""
-_USED = ("_models", "_optimizers", "_schedulers", "_custom_objects", "distributed_type")
+_USED = ("_models", "_optimizers", "_schedulers", "_custom_objects", "distributed_type", "project_configuration")
 """Attributes that an ``Accelerator`` of a known release has. This file uses all but ``_schedulers``."""
 
 
@@ -72,7 +80,7 @@ def attach(
     for number, one in enumerate(accelerator._custom_objects):
         if not any(one is other for other in given.values()):
             given[f"registered {number}"] = one
-    return lightck.attach(
+    session = lightck.attach(
         _model_of(accelerator) if model is None else model,
         pool_path,
         optimizer=list(accelerator._optimizers) or None,
@@ -80,6 +88,31 @@ def attach(
         resume=resume,
         **options,
     )
+    if session.step > 0:
+        _number_after_existing_folders(accelerator)
+    return session
+
+
+def _number_after_existing_folders(accelerator: accelerate.Accelerator) -> None:
+    """Let ``save_state()`` go on after the folders that earlier runs have made, with the same number on all ranks. A
+    higher number that the script has set stays."""
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming or config.project_dir is None:
+        return
+    found = [max(_folder_numbers(os.path.join(config.project_dir, "checkpoints")), default=-1)]
+    # Hosts may have folders of their own. And no rank makes or removes a folder before all ranks have looked.
+    highest = max(gather_object(found) if accelerator.num_processes > 1 else found)
+    if highest >= config.iteration:
+        config.iteration = highest + 1
+        log.info("lightck: the next folder of accelerator.save_state() is checkpoint_%d", config.iteration)
+
+
+def _folder_numbers(folder: str) -> Iterator[int]:
+    """Yield n for each ``checkpoint_<n>`` in a folder, which may not exist."""
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        matched = re.fullmatch(r"checkpoint_([0-9]+)", name)
+        if matched is not None:
+            yield int(matched[1])
 
 
 def _refuse_unsupported(accelerator: object) -> None:

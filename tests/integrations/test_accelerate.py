@@ -23,6 +23,7 @@ pytestmark = pytest.mark.frameworks
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator, DataLoaderConfiguration  # noqa: E402
+from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 import lightck.integrations.accelerate as integration  # noqa: E402
 
@@ -176,6 +177,76 @@ def test_two_ranks_go_on(program, kills, folder):
         expected, whole, killed = (torch.load(folder / f"{left}.{rank}") for left in ("plain", "whole", "killed"))
         assert same(whole, expected)
         assert same(killed, expected)
+
+
+# -- save_state() beside lightck ---------------------------------------------------------------------------------------
+
+
+def run_with_named_folders(pool: Path, project: Path, kill_at: int | None = None, iteration: int = 0) -> list[str]:
+    """Save a folder of Accelerate's at every second step. Returns the names of all folders."""
+    torch.manual_seed(3)
+    config = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, iteration=iteration)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = nn.Linear(6, 6)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    session = integration.attach(accelerator, pool)
+    while session.step < 8:
+        accelerator.backward(model(torch.ones(2, 6)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if session.step % 2 == 0:
+            accelerator.save_state()
+        if session.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    session.close(done=True)
+    return sorted(path.name for path in (project / "checkpoints").iterdir())
+
+
+def test_folders_of_save_state_are_numbered_on_after_a_resume(folder, pool):
+    killed_child(lambda: run_with_named_folders(pool, folder, kill_at=4))
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    killed_child(lambda: run_with_named_folders(pool, folder, kill_at=5))  # saves step 4 again
+    (folder / "checkpoints" / "checkpoint_best").mkdir()
+    names = in_child(lambda: run_with_named_folders(pool, folder))
+    assert names == [*(f"checkpoint_{number}" for number in range(len(names) - 1)), "checkpoint_best"]
+
+
+@pytest.mark.parametrize(("iteration", "next_number"), [(1, 2), (7, 7)])
+def test_a_higher_number_that_the_script_has_set_stays(iteration, next_number, folder, pool):
+    killed_child(lambda: run_with_named_folders(pool, folder, kill_at=5))
+    names = in_child(lambda: run_with_named_folders(pool, folder, iteration=iteration))
+    assert {"checkpoint_0", "checkpoint_1", f"checkpoint_{next_number}"} < set(names)
+    assert next_number == 2 or "checkpoint_2" not in names
+
+
+def test_folders_without_a_resume_are_numbered_by_accelerate(folder, pool):
+    (folder / "checkpoints" / "checkpoint_5").mkdir(parents=True)
+    assert "checkpoint_0" in in_child(lambda: run_with_named_folders(pool, folder))
+
+
+RANK_WITH_FOLDERS = """
+import sys
+from pathlib import Path
+import torch
+from integrations.test_accelerate import run_with_named_folders
+
+folder, kill_at = Path(sys.argv[1]), int(sys.argv[2]) or None
+project = folder / ("first" if int(__import__("os").environ["RANK"]) == 0 else "second")
+run_with_named_folders(folder / "pools", project, kill_at)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_all_ranks_number_folders_alike_if_hosts_have_different_ones(folder):
+    (folder / "rank.py").write_text(RANK_WITH_FOLDERS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", folder / "rank.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    for kill_at in (4, 0):
+        subprocess.run([*torchrun, folder, str(kill_at)], env=environment, timeout=100, check=kill_at == 0)
+        if kill_at:
+            (folder / "second" / "checkpoints" / "checkpoint_9").mkdir()
+    assert (folder / "first" / "checkpoints" / "checkpoint_10").is_dir()
+    assert not (folder / "first" / "checkpoints" / "checkpoint_2").exists()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
