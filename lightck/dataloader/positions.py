@@ -4,7 +4,8 @@ loops that use batches again after a pass.
 A position belongs to the loader that has its name. The first update after a resume decides about a position that no
 loader took. A position between two passes is kept in later checkpoints, for a loader that is wrapped later. A position
 in mid-pass is dropped. But if the loop continues no restored pass, and trains on another loader from the first batch
-of that loader, the resume is refused, because batches would be given twice.
+of that loader, the resume is refused, because batches would be given twice. If no batch was left in the saved pass
+(each pass may have a loader with a name of its own), a warning says so instead.
 
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """
@@ -85,12 +86,35 @@ class Positions:
             return
         left = {name: Position.from_value(value) for name, value in self._untaken.items()}
         in_pass = {name: p for name, p in left.items() if p.in_pass and p.trained}
+        ended = {name: p for name, p in in_pass.items() if p.has_given_all}
+        unfinished = {name: p for name, p in in_pass.items() if name not in ended}
         instead = [loader for loader in self._loaders if loader.trains_from_the_beginning]
         continues_restored_pass = any(loader.continues_restored_pass for loader in self._loaders)
-        if in_pass and instead and not continues_restored_pass and not all(loader.is_anew for loader in instead):
-            raise _not_taken(in_pass, [loader.name for loader in instead])
+        if unfinished and instead and not continues_restored_pass and not all(loader.is_anew for loader in instead):
+            raise _not_taken(unfinished, [loader.name for loader in instead])
+        self._report_untaken(left, ended, unfinished)
+        self._untaken = {name: value for name, value in self._untaken.items() if name not in in_pass}
+
+    def _report_untaken(
+        self, left: Mapping[str, Position], ended: Mapping[str, Position], unfinished: Mapping[str, Position]
+    ) -> None:
+        """Log which positions were not taken, ``left``. ``ended``, ``unfinished``: those of passes with updates that
+        have no batch left, and that have some."""
         without = [loader.name for loader in self._without_position]
-        if in_pass or without or any(is_numbered_name(name) for name in left):
+        if ended:
+            log.warning(
+                "lightck: the checkpoint was saved after the last batch of a pass over %s, but no session.loader() "
+                "call of this run has that name. So code that follows this pass (for example scheduler.step()) was "
+                "not run again%s. If the loop needs that code, give the loader the name= that it had and iterate over "
+                "it: it gives no batch, and the code follows",
+                _described(ended),
+                f", and the training begins a new pass over {_loader_names(without)}, for which no position is saved"
+                if without
+                else "",
+            )
+            left = {name: position for name, position in left.items() if name not in ended}
+            without = []  # it is reported
+        if unfinished or (left and without) or any(is_numbered_name(name) for name in left):
             log.warning(
                 "lightck: the checkpoint holds the position of %s, but no session.loader() call of this run has that "
                 "name, so %s. Give each loader the name= that it had; one without a name= is numbered by the order of "
@@ -100,13 +124,12 @@ class Positions:
                 if without
                 else "the training does not continue from that position",
             )
-        else:
+        elif left:
             log.info(
                 "lightck: the checkpoint holds the position of %s, which no session.loader() call of this run has "
                 "taken so far. New checkpoints keep it, and you need not do anything",
                 _described(left),
             )
-        self._untaken = {name: value for name, value in self._untaken.items() if name not in in_pass}
 
     # -- batches that are used again
 
