@@ -40,6 +40,10 @@ from lightck.dataloader.preview import Previews, StartRead, is_lightning_probe, 
 from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_restored, replay
 from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.sharing import sharing_of
+from lightck.dataloader.worker_streams import (
+    warn_if_stateful_workers_begin_anew,
+    warn_that_persistent_workers_begin_anew,
+)
 from lightck.dataloader.wrapped_loader import (
     inner_dataloader,
     is_accelerated_stateful,
@@ -478,19 +482,15 @@ class SessionLoader:
 
     def _start_workers(self, position: Position) -> bool:
         """Return whether the restored pass is a later pass of persistent workers. If so, start the workers with the
-        seed of their first pass."""
+        seed of their first pass. Warn if the random streams of workers do not continue."""
+        if self._stateful and not self.is_begun:
+            warn_if_stateful_workers_begin_anew(self.name, self._dataloader, position)
         if self._stateful or not self._persistent or position.worker_rng is None:
             return False
         if any(same_rng(position.worker_rng, one) for one in (position.state.at_iter, position.state.at_first)):
             return False
         if not self.is_begun:
-            log.warning(
-                "lightck: loader %r has persistent workers, and the training goes on in a later pass than the first "
-                "one of these workers. The workers of the interrupted run are gone, and new ones are started. The "
-                "order of the samples is exact, but random augmentation and other state in the workers is not. "
-                "persistent_workers=False makes these exact too",
-                self.name,
-            )
+            warn_that_persistent_workers_begin_anew(self.name)
         self._generators.restore(position.worker_rng)
         iter(self._dataloader)  # type: ignore[arg-type]
         return True
