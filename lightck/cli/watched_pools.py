@@ -1,6 +1,7 @@
 """What ``lightck watch`` sees of pools that are in use: it reads their commit logs and slot headers again and again.
 
-    WatchedPool   one pool: newest checkpoint, slots, which process trains; goes on with the new file after a relayout
+    WatchedPool   one pool: newest checkpoint, slots, which process trains; goes on with the new file after a relayout,
+                  and when a symbolic link in its path is changed
     WatchedGroup  the pools of a group in one directory: what all ranks have, and which rank is behind
     tier_facts    the newest complete checkpoint of a tier
 
@@ -123,7 +124,7 @@ class WatchedPool:
     def _follow_file(self) -> None:
         """Open the file that the path names now, if it is another one."""
         old = self.reader
-        if old is not None and old.container.is_current():
+        if old is not None and old.path == readable_path(self.path) and old.container.is_current():
             return
         try:
             reader = _opened(self.path)
@@ -136,8 +137,9 @@ class WatchedPool:
         self.close()
         self._use(reader)
         records, before = _committed(reader), self.progress.newest
+        is_same_path = old is not None and old.path == reader.path  # else a symbolic link has changed
         goes_on = any(before is None or (one.incarnation, one.step) >= before for one in records)
-        self._events.append("relayout" if goes_on and old is not None else "replaced")
+        self._events.append("relayout" if goes_on and is_same_path else "replaced")
 
     def facts(self) -> Facts:
         """Return the object of this pool; docs/json-tiers.md lists its keys."""

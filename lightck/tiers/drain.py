@@ -4,9 +4,10 @@
     send     the newest checkpoint, unless it was sent already
     retain   what ``tier_writer.py`` says
 
-Failure cases: the pool is not there yet, holds no checkpoint, or was replaced (it is opened anew each time); a
-checkpoint is overwritten while it is read (a newer one is sent); another process claims the tier
-(``TierClaimedError``: nothing more is written).
+Failure cases: the pool is not there yet, holds no checkpoint, or was replaced (it is opened anew each time, and
+its symbolic links are resolved anew); a pool of another run takes the path (``TierClaimedError``); a checkpoint is
+overwritten while it is read (a newer one is sent); another process claims the tier (``TierClaimedError``: nothing more
+is written).
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class PoolSender:
         rate. Raises ``TierError`` if the library for the codec is missing."""
         refuse_missing_libraries([codec])
         self._codec, self._pacer = codec, Pacer(bytes_per_second)
-        self._pool, self._store, self._written_by = readable_path(pool), store, written_by
+        readable_path(pool)  # raises for what cannot be a path
+        self._pool, self._store, self._written_by = os.path.abspath(pool), store, written_by
         self._retention, self._grace = retention, grace
         self._writer: TierWriter | None = None
         """What writes below the present claim; None: the tier is not claimed yet."""
-        self._incarnation = 0
-        """The incarnation of the checkpoints that are sent below the present claim."""
+        self._claimed_for: tuple[str, int] | None = None
+        """Run and incarnation of the checkpoints that are sent below the present claim."""
         self._last: tuple[bytes, int] | None = None
         """Uuid of the pool and generation of the last checkpoint that was sent."""
 
@@ -78,7 +80,7 @@ class PoolSender:
         """Send the newest checkpoint, or that of ``step``. Returns None if the newest one was sent before. Raises
         ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if its updates cannot
         be made again."""
-        with closing(open_pool(self._pool, gradients=True)) as reader:
+        with closing(open_pool(readable_path(self._pool), gradients=True)) as reader:
             if step is None and self._is_sent(reader):
                 return None
 
@@ -107,8 +109,9 @@ class PoolSender:
         """``uuid``: of the pool."""
         if self._writer is not None:
             self._writer.refuse_superseded()
-        if self._writer is None or self._incarnation != stored.header.incarnation:
-            self._writer = self._claimed(contents.run_id or uuid.hex(), stored.header.incarnation)
+        sent_for = contents.run_id or uuid.hex(), stored.header.incarnation
+        if self._writer is None or self._claimed_for != sent_for:
+            self._writer = self._claimed(*sent_for)
         nbytes = sum(entry.nbytes for entry in stored.entries.values())
         with progress(f"step {stored.step}", nbytes) if progress else _no_progress() as advance:
             sent = self._writer.send(stored, advance=advance)
@@ -119,7 +122,7 @@ class PoolSender:
         """Claim the tier. A training that was restarted gets a claim of its own, because it may have gone back to an
         older step, and below one claim the largest step is the newest."""
         claim = claim_tier(self._store, run, self._written_by)
-        self._incarnation = incarnation
+        self._claimed_for = run, incarnation
         own, by = Writer(claim, 0, 1), self._written_by
         return TierWriter(self._store, own, by, self._retention, self._grace, self._pacer.spend, self._codec)
 

@@ -108,6 +108,8 @@ class Follower:
     # -- while trainings come and go
 
     def _look(self) -> None:
+        if self._pools.have_moved():
+            self._is_claim_known = False
         if self._is_claim_known and self._pools.is_in_use():
             return  # before anything is read: a training may go on for weeks
         newest = self._newest()

@@ -75,12 +75,15 @@ class Pools:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = readable_path(path)
+        """What the given path named when ``find`` looked last, without symbolic links."""
+        self._given = os.path.abspath(path)
         self.all: tuple[PoolOfRank, ...] = ()
         """The pools that were found by ``find``."""
         self._is_whole = True
 
     def find(self) -> None:
         """Look which pools there are. Raises ``PoolError`` and ``RankError``."""
+        self.path = readable_path(self._given)
         if not os.path.isdir(self.path):
             self.all = (PoolOfRank(self.path),)
             return
@@ -105,6 +108,10 @@ class Pools:
                     raise _no_checkpoint(each.path)
                 found.append(NewestRecord(reader.superblock.uuid, records[0].generation, records[0].kind))
         return tuple(found)
+
+    def have_moved(self) -> bool:
+        """Whether the given path names something else since ``find`` looked: a symbolic link was changed."""
+        return readable_path(self._given) != self.path
 
     def is_in_use(self) -> bool:
         """Whether a training has a pool open."""

@@ -139,6 +139,42 @@ def test_the_first_of_two_senders_ends_by_name(tmp_path):
     assert second.send().step == 3
 
 
+def replace_link(link: Path, target: str) -> None:
+    """Let a symbolic link name another file (``ln -sfn``)."""
+    new = link.with_name("new link")
+    new.symlink_to(target)
+    new.rename(link)
+
+
+def test_a_symbolic_link_is_resolved_at_each_round(tmp_path):
+    link = tmp_path / "current.pool"
+    pool_with(tmp_path / "run1.pool", steps=2)
+    link.symlink_to("run1.pool")
+    drain = drain_to(link, tmp_path / "tier", "test")
+    assert drain.send().step == 2
+    model = net()
+    optimizer = adam(model)
+    (tmp_path / "moved.pool").write_bytes((tmp_path / "run1.pool").read_bytes())
+    with lightck.attach(model, tmp_path / "moved.pool", optimizer=optimizer, resume=True):
+        train(model, optimizer, 1, start=2)
+    replace_link(link, "moved.pool")
+    assert drain.send().step == 3  # the run is the same
+    pool_with(tmp_path / "run2.pool", steps=7)
+    replace_link(link, "run2.pool")
+    with pytest.raises(TierClaimedError, match="another run"):
+        drain.send()
+
+
+def test_a_pool_of_another_run_is_not_sent_below_the_claim_of_the_first(tmp_path):
+    pool_with(tmp_path / "run.pool", steps=2)
+    drain = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
+    drain.send()
+    pool_with(tmp_path / "run.pool", steps=5, overwrite=True)  # its incarnation is the same
+    with pytest.raises(TierClaimedError, match="another run"):
+        drain.send()
+    assert [each.step for each in complete(FolderStore(str(tmp_path / "tier")).listing())] == [2]
+
+
 def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[PoolSender, FolderStore]:
     """Send each step of a training of which a part is frozen, and retain after each."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 1))

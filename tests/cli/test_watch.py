@@ -210,6 +210,19 @@ def test_a_pool_that_is_replaced_and_one_that_is_removed_are_named(pool):
         assert facts["problem"] is None
 
 
+def test_a_symbolic_link_that_is_changed_is_followed(tmp_path):
+    link, new = tmp_path / "current.pool", tmp_path / "new link"
+    pool_with(tmp_path / "run1.pool", steps=2)
+    pool_with(tmp_path / "run2.pool", steps=7)
+    link.symlink_to("run1.pool")
+    with watch(link) as seen:
+        assert seen.next_line()["step"] == 2
+        new.symlink_to("run2.pool")
+        new.rename(link)
+        seen.until(lambda facts: facts["step"] == 7)
+        assert [one for facts in seen.lines for one in event(facts)] == ["replaced"]
+
+
 def test_a_slot_that_a_reader_holds_is_shown(pool):
     pool_with(pool, steps=4, slots=3)
     reader = open_pool(str(pool))

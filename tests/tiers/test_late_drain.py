@@ -551,6 +551,21 @@ def test_an_old_pool_is_no_reason_to_end_and_the_training_that_makes_it_anew_is_
 
 
 @pytest.mark.usefixtures("_often")
+def test_a_symbolic_link_that_is_changed_is_followed(tmp_path):
+    pool, tier = left_by(tmp_path, 3)
+    link, new = tmp_path / "current.pool", tmp_path / "new link"
+    link.symlink_to(copied_pool(pool, "old.pool"))
+    with Following(link, tier) as found:
+        until(lambda: found.sent)
+        left_by(tmp_path, 7, resume=True)
+        new.symlink_to(pool)
+        new.rename(link)
+        until(lambda: len(found.sent) > 1)
+    assert found.error is None
+    assert [each.step for each in found.sent] == [3, 7]
+
+
+@pytest.mark.usefixtures("_often")
 def test_a_training_that_another_machine_has_replaced_ends_its_follower(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with Following(pool, tier) as found:
