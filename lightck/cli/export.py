@@ -6,7 +6,16 @@ from pathlib import Path
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, any_store_option, json_option, refuse_existing, step_option
+from lightck.cli.base import (
+    OK,
+    POOL,
+    Command,
+    any_store_option,
+    ended_by_signals,
+    json_option,
+    refuse_existing,
+    step_option,
+)
 from lightck.cli.open_tier import options_of
 from lightck.cli.text import count, listed, print_json, print_line, size
 
@@ -50,8 +59,9 @@ def command(
         refuse_existing_folder(str(to), overwrite=overwrite)
     else:
         refuse_existing(str(to), overwrite=overwrite)  # before the pool is opened
-    checkpoint = lightck.recover(pool, step=step, options=options_of(pool))
-    done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
+    with ended_by_signals():
+        checkpoint = lightck.recover(pool, step=step, options=options_of(pool))
+        done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
         print_json(
             {

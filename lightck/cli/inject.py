@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, usage_error
+from lightck.cli.base import OK, POOL, Command, ended_by_signals, json_option, usage_error
 from lightck.cli.text import Facts, listed, print_json, print_line, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool.format import anatomy
@@ -87,7 +87,7 @@ def command(
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
     seed = secrets.randbelow(2**31) if seed is None else seed
-    with copy_of(pool, copy) as made:
+    with ended_by_signals(), copy_of(pool, copy) as made:
         rng = random.Random(seed)
         damage = cut(made, truncate) if truncate is not None else inject(made, rng, flip, zero_page)
     facts = {"pool": pool_path(pool), "copy": pool_path(copy), "seed": seed, "damage": asdict(damage)}

@@ -13,6 +13,7 @@ import io
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -44,6 +45,7 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
     ``temporary``: path of the temporary file, in the folder of ``path``; a random name by default. Raises
     ``ExportError``, and ``PoolIOError`` if it cannot be determined whether ``path`` is a pool.
     """
+    handled = sys.exc_info()[1]
     refuse_existing(path, overwrite=overwrite)
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
     try:
@@ -62,13 +64,29 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
         raise
     except OSError as err:
         raise _error(path, err) from err
-    except RuntimeError as err:
+    except RuntimeError as err:  # torch raises one of its own when a write has raised
+        interrupt = cause_of(err, handled, KeyboardInterrupt)
+        if interrupt is not None:
+            raise interrupt from err
         if raw.failure is not None:
             raise _error(path, raw.failure) from err
         raise
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+
+
+def cause_of(
+    err: BaseException, handled: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
+) -> BaseException | None:
+    """Return the error of one of these kinds from which ``err`` comes, or None. ``handled``: what the caller of the
+    export handles at present: it is the context of each error, and no cause."""
+    found: BaseException | None = err
+    while found is not None and found is not handled:
+        if isinstance(found, kinds):
+            return found
+        found = found.__cause__ or found.__context__
+    return None
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, listed
-from lightck.export.atomic import sync_folder_of
+from lightck.export.atomic import cause_of, sync_folder_of
 from lightck.export.plain import count_tensors
 from lightck.pool.storage.file import sync_folder
 from lightck.restore.by_parameter import merged_by_parameter
@@ -30,12 +31,15 @@ _METADATA = ".metadata"
 """The file by which a folder is known as one of torch's; torch writes it last."""
 _DATA = re.compile(r"__\d+_\d+\.distcp")
 """Names of torch's other files."""
+_WRITER_OF_ZIP_FILES = "inline_container.cc"
+"""In the errors of torch's writer of zip files: it does not say why a write has failed."""
 
 
 def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool) -> tuple[int, int]:
     """Write a checkpoint as a folder. Returns the size of its files in bytes, and the number of tensors. ``what``:
     ``"model"``, or ``"all"`` for model, optimizer and number of the step. Raises ``ExportError``,
     ``ExportExistsError`` and ``StateValueError``."""
+    handled = sys.exc_info()[1]
     value: dict[str, Any] = {"model": dict(checkpoint.model)}
     if what == "all":
         value |= {"optimizer": _optimizer(checkpoint), "step": checkpoint.step}
@@ -45,21 +49,32 @@ def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool)
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 dcp.save(value, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
         except (Exception, CheckpointException) as err:  # the latter is no Exception
-            cause = _system_error_of(err)
+            causes = [cause_of(one, handled, (OSError, LightckError, KeyboardInterrupt)) for one in _failures_in(err)]
+            cause = next(filter(None, causes), None)
             if cause is not None:
                 raise cause from err
-            raise ExportError(
-                f"The checkpoint cannot be written to {path!r}: torch.distributed.checkpoint raised "
-                f'{type(err).__name__}: {err}. Nothing was left there. Export with format="torch" instead.'
-            ) from err
+            raise _error_of_torch(path, err) from err
         nbytes = sum(file.stat().st_size for file in Path(folder).iterdir())
     return nbytes, count_tensors(value)
 
 
-def _system_error_of(err: BaseException) -> OSError | None:
-    """Return the ``OSError`` that caused an error of torch, or None."""
-    failures = [one[0] for one in err.failures.values()] if isinstance(err, CheckpointException) else [err]
-    return next((one for one in failures if isinstance(one, OSError)), None)
+def _failures_in(err: BaseException) -> list[BaseException]:
+    """Return the errors that torch has caught and raised again as one of its own."""
+    return [one[0] for one in err.failures.values()] if isinstance(err, CheckpointException) else [err]
+
+
+def _error_of_torch(path: str, err: BaseException) -> ExportError:
+    first = next(iter(_failures_in(err)), err)
+    said = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0].rstrip('.')}"
+    if _WRITER_OF_ZIP_FILES in said:
+        return ExportError(
+            f"The folder {path!r} could not be written: a file in it could not be written whole (torch raised {said}). "
+            "No part of it was left behind. Check the folder around it (space, limits), or choose another one."
+        )
+    return ExportError(
+        f"The checkpoint cannot be written to {path!r}: torch.distributed.checkpoint raised {said}. Nothing was left "
+        'there. Export with format="torch" instead.'
+    )
 
 
 def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:

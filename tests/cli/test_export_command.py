@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from safetensors.torch import load_file
 from toys import damage, same
 
 import lightck
+from lightck import export
+from lightck.cli.base import INTERRUPTED
+from lightck.failure_recording import FailureRecordingFile
 
 
 @pytest.mark.parametrize("step", [None, 3])
@@ -42,6 +47,41 @@ def test_a_folder_for_dcp(good, tmp_path):
     assert value["step"] == 4
     assert call("export", good, out, "--format", "dcp").exit_code == 2
     assert call("export", good, out, "--format", "dcp", "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_a_signal_leaves_nothing(number, kind, good, tmp_path, monkeypatch):
+    seen: list[Path] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        seen.extend(tmp_path.iterdir())
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(export, "write_tensors", interrupted)
+    monkeypatch.setattr(torch, "save", interrupted)
+    monkeypatch.setattr(dcp, "save", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    result = call("export", good, tmp_path / "it", "--format", kind)
+    assert result.exit_code == INTERRUPTED
+    assert seen, "it was being written"
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_within_a_write_of_torch_leaves_nothing(good, tmp_path, monkeypatch):
+    """torch raises an error of its own, whose context is the interrupt."""
+
+    def interrupted(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(FailureRecordingFile, "write", interrupted)
+    big = {"it": torch.zeros(1 << 20)}
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda _, file: save(big, file))
+    assert call("export", good, tmp_path / "it.pt").exit_code == INTERRUPTED
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["it.onnx", "it"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from calls import PROGRAM, call, call_json, environment
 from toys import adam, checkpoints, child_that_holds, net, train
 
 import lightck
+from lightck.cli import inject
+from lightck.cli.base import INTERRUPTED
 
 GOLDEN = Path(__file__).parents[1] / "pool" / "golden"
 OPTIONS = [
@@ -75,6 +78,17 @@ def test_a_seed_repeats_the_damage(good, folder):
         call("inject", good, folder / name, "--flip", "--seed", 77)
         made.append((folder / name).read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_copy_that_is_not_damaged_yet(number, good, copy, monkeypatch):
+    def interrupted(path: str, *_: object) -> None:
+        assert Path(path).exists()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(inject, "inject", interrupted)
+    assert call("inject", good, copy, "--flip").exit_code == INTERRUPTED
+    assert not copy.exists()
 
 
 @pytest.mark.parametrize(("where", "kind"), [("0", "block A"), ("0x1000", "block B"), ("12288", "no reader uses")])

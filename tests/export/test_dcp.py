@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
+import signal
 import traceback
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from ranks.test_recover import whole
 from ranks.trainings import TOPOLOGIES, build
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from toys import adam, net, pool_with, same, train
+from toys import adam, in_child, net, pool_with, same, train
 
 import lightck
 from lightck.errors import ExportError, ExportExistsError, StateValueError
@@ -144,6 +146,71 @@ def test_a_full_disk_is_an_error_of_ours(pool, tmp_path, monkeypatch):
     with pytest.raises(ExportError, match="No space left on device") as found:
         lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp")
     assert found.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def limited_to(nbytes, work):
+    """Call ``work`` in a child whose files get no longer than this: it stands for a full disk."""
+
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+        with pytest.raises(ExportError) as found:
+            work()
+        return str(found.value), found.value.errno
+
+    return in_child(limited)
+
+
+def test_a_disk_that_becomes_full_within_a_tensor_is_named(pool, tmp_path):
+    """torch's writer of zip files raises a RuntimeError, whose context is the error of the system."""
+    model = net(20_000)
+    with lightck.attach(model, pool, optimizer=(optimizer := adam(model))):
+        train(model, optimizer, 1)
+    checkpoint, out = lightck.recover(pool), tmp_path / "out"
+    text, number = limited_to(64 << 10, lambda: lightck.export_checkpoint(checkpoint, out, format="dcp", what="all"))
+    assert number == errno.EFBIG
+    assert text.startswith(f"The folder {str(out)!r} could not be written: {os.strerror(errno.EFBIG)}. ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_torch_is_named_without_a_traceback(pool, tmp_path, monkeypatch):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+
+    def text_for(error):
+        summary = traceback.extract_stack()
+
+        def fails(*args, **options):
+            raise CheckpointException("write", {0: (error, summary)})
+
+        monkeypatch.setattr(dcp, "save", fails)
+        try:
+            raise OSError(errno.EACCES, "of the caller, who handles it")
+        except OSError:
+            with pytest.raises(ExportError) as found:
+                lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp")
+        assert "Traceback" not in str(found.value)
+        assert "of the caller" not in str(found.value)
+        return str(found.value)
+
+    short = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframe #0: c10::throw")
+    assert "could not be written whole" in text_for(short)
+    assert text_for(short).endswith("Check the folder around it (space, limits), or choose another one.")
+    assert "raised ValueError: planted. Nothing was left there." in text_for(ValueError("planted."))
+
+
+def test_ctrl_c_within_torch_ends_the_export_and_leaves_nothing(pool, tmp_path, monkeypatch):
+    """torch makes an error of its own of it."""
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+
+    def interrupted(*args, **options):
+        raise CheckpointException("write", {0: (KeyboardInterrupt(), traceback.StackSummary())})
+
+    monkeypatch.setattr(dcp, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp")
     assert not list(tmp_path.iterdir())
 
 
