@@ -14,7 +14,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
@@ -29,6 +30,7 @@ _NO_LINK = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, 
 _TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}")
 _KINDS = ("steps", "data")
 """The folders of a rank."""
+_T = TypeVar("_T")
 _DEPTH = 4
 """Number of parts of the longest name: claim, rank, kind, file."""
 
@@ -120,24 +122,8 @@ class FolderStore:
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store an object durably. ``name`` is one that ``names.py`` makes. Raises ``TierError``."""
-        path = self._path_of(name)
         with self._errors("cannot be written"):
-            folder = os.path.dirname(path)
-            self._make_folder(folder)
-            temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                write_file(fd, data)
-                os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.rename(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            finally:
-                os.close(fd)
-            sync_folder(folder)
+            self._write_in_folder_of(name, lambda path: _put(path, data))
 
     def get(self, name: str, nbytes_max: int) -> bytes:
         """Return an object of at most ``nbytes_max`` bytes. Raises ``FileNotFoundError`` if there is none,
@@ -163,18 +149,9 @@ class FolderStore:
     def link(self, name: str, new_name: str) -> bool:
         """Give an object a second name, durably. Returns False if there is no such object, or if the file system has no
         hard links. Raises ``TierError``."""
-        path, new_path = self._path_of(name), self._path_of(new_name)
+        path = self._path_of(name)
         with self._errors("cannot be written"):
-            self._make_folder(os.path.dirname(new_path))
-            try:
-                os.link(path, new_path, follow_symlinks=False)
-            except OSError as err:
-                if err.errno in _NO_LINK:
-                    return False
-                raise
-            os.utime(new_path, follow_symlinks=False)  # nothing takes it for an old object that nobody names
-            sync_folder(os.path.dirname(new_path))
-        return True
+            return self._write_in_folder_of(new_name, lambda new_path: _link(path, new_path))
 
     def nbytes_of(self, name: str) -> int | None:
         """Return the number of bytes of a file; None if there is none. Raises ``TierError``."""
@@ -227,11 +204,30 @@ class FolderStore:
         """Remove the folders of a claim, as far as they are empty. Raises ``TierError``."""
         with self._errors(f"cannot remove {claim}"):
             _remove_empty_folders(os.path.join(self.root, str(claim)), str(claim))
-            self._made = {each for each in self._made if os.path.isdir(each)}
+            self._forget_removed_folders()
 
     def _path_of(self, name: str) -> str:
         assert parse(name) is not None, "only names that lightck makes become paths"
         return os.path.join(self.root, *name.split("/"))
+
+    def _write_in_folder_of(self, name: str, write: Callable[[str], _T]) -> _T:
+        """Make the folder of an object, and call ``write`` with the path of the object. If somebody has removed the
+        folder since it was made or found, make it again, but only if the file of its claim is there: in a folder on
+        which nothing is mounted any more it is not, and nothing may be written there."""
+        path = self._path_of(name)
+        try:
+            self._make_folder(os.path.dirname(path))
+            return write(path)
+        except FileNotFoundError:
+            claim = os.path.join(self.root, name.split("/")[0], "claim.json")
+            if claim == path or not os.path.isfile(claim):
+                raise
+        self._forget_removed_folders()
+        self._make_folder(os.path.dirname(path))
+        return write(path)
+
+    def _forget_removed_folders(self) -> None:
+        self._made = {each for each in list(self._made) if os.path.isdir(each)}  # other threads add to the set
 
     def _make_folder(self, folder: str) -> None:
         """Make a folder and those above it, durably. The folder above the tier's own must exist."""
@@ -254,11 +250,43 @@ class FolderStore:
         except FileNotFoundError:
             if fact.startswith("cannot give") and self.exists():
                 raise
-            raise TierError.of(
-                f"The tier {self.root!r} {fact}", errno.ENOENT, "its folder, or the one above it, does not exist"
-            ) from None
+            lacks = "a folder in it" if self.exists() else "its folder, or the one above it,"
+            raise TierError.of(f"The tier {self.root!r} {fact}", errno.ENOENT, f"{lacks} does not exist") from None
         except OSError as err:
             raise TierError.of(f"The tier {self.root!r} {fact}", err.errno, err.strerror) from err
+
+
+def _put(path: str, data: bytes | memoryview) -> None:
+    """Write a file that is under its name whole or not at all."""
+    folder = os.path.dirname(path)
+    temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        write_file(fd, data)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
+    sync_folder(folder)
+
+
+def _link(path: str, new_path: str) -> bool:
+    """Give a file a second name. Returns False if there is no such file, or if the file system has no hard links."""
+    folder = os.path.dirname(new_path)
+    try:
+        os.link(path, new_path, follow_symlinks=False)
+    except OSError as err:
+        if err.errno in _NO_LINK and os.path.isdir(folder):
+            return False
+        raise
+    os.utime(new_path, follow_symlinks=False)  # nothing takes it for an old object that nobody names
+    sync_folder(folder)
+    return True
 
 
 def _read(fd: int, name: str, nbytes_max: int) -> bytes:

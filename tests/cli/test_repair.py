@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from calls import call, call_json, overwrite
 from tiers.small_tiers import session_until, states, store_of, tree
-from toys import adam, damage, net, pool_with, same, train
+from toys import adam, damage, in_child, net, pool_with, same, train
 
 import lightck
 from lightck.cli.base import BAD, FAILED, OK
@@ -349,6 +350,22 @@ def test_what_is_not_supported_is_refused_by_name(tier, pool, tmp_path):
     assert result.exit_code == FAILED
     assert "A pool is repaired from a tier" in result.stderr
     assert call("repair", pool).exit_code == FAILED
+
+
+def test_a_medium_without_space_is_named_and_the_old_pool_stays(tier, pool):
+    """The system refuses files of that length."""
+    os.truncate(pool, 100_000)
+
+    def limited() -> tuple[int, str]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        result = call("repair", pool, "--from", tier)
+        return result.exit_code, result.stderr
+
+    status, text = in_child(limited)
+    assert status == FAILED
+    assert " MB beside the present one (it stays until the new one is complete), more than the largest file" in text
+    assert pool.stat().st_size == 100_000
 
 
 def test_the_old_pool_stays_until_the_new_one_is_whole(tier, pool):

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -1356,6 +1357,24 @@ def test_an_object_that_somebody_removed_is_sent_again(tmp_path):
     found = lightck.recover(tier)
     assert found.step == 4
     assert all(torch.equal(found.model[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("what", ["*/rank-*/data", "*/rank-*/steps", "*/rank-*"])
+def test_a_folder_in_a_tier_that_somebody_removed_is_made_again(tmp_path, what):
+    """A purge of what is old or empty removes it."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        until(is_ready(session))
+        for _ in range(2):
+            trained(session, model, optimizer, 1)
+        (folder,) = tier.glob(what)
+        shutil.rmtree(folder)
+        train(model, optimizer, 1, start=2)
+        session.flush()
+        until(lambda: session.stats().tiers[0].step == 3)
+    pool.unlink()
+    assert same(dict(lightck.recover(tier).model), dict(model.state_dict()))
 
 
 def test_the_command_that_is_advised_compresses_as_the_tier_does():

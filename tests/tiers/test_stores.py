@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +103,44 @@ def test_a_linked_object_outlives_the_first(store):
     assert store.link(object_name(1), object_name(1, "00000000"))
     store.delete(object_name(1))
     assert store.get(object_name(1, "00000000"), 100) == b"bytes"
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path):
+    store = open_store(tmp_path / "tier")
+    store.put(claim_name(CLAIM), b"{}")
+    store.put(object_name(1), b"1")
+    shutil.rmtree(tmp_path / "tier" / str(WRITER) / "data")
+    store.put(object_name(1), b"1")
+    shutil.rmtree(tmp_path / "tier" / str(WRITER))
+    store.put(MANIFEST, b"manifest")
+    assert not store.link(object_name(1), object_name(1, "00000000"))
+    store.put(object_name(1), b"1")
+    assert store.link(object_name(1), object_name(1, "00000000"))
+    assert store.get(object_name(1, "00000000"), 100) == b"1"
+
+
+@pytest.mark.parametrize("work", ["put", "link", "claim"])
+def test_nothing_is_written_where_nothing_is_mounted_any_more(tmp_path, work):
+    """The medium goes between two objects of a checkpoint, so that nobody has looked for the claim since."""
+    tier = tmp_path / "tier"
+    store = open_store(tier)
+    for name in (claim_name(CLAIM), object_name(1)):
+        store.put(name, b"{}")
+    tier.rename(tmp_path / "unmounted")
+    tier.mkdir()
+    with pytest.raises(TierError, match="a folder in it does not exist"):
+        if work == "put":
+            store.put(object_name(2), b"2")
+        elif work == "link":
+            store.link(object_name(1), object_name(1, "00000000"))
+        else:
+            store.put(claim_name(CLAIM), b"{}")
+    assert not list(tier.iterdir())
+    tier.rmdir()
+    with pytest.raises(TierError, match="its folder, or the one above it, does not exist"):
+        store.put(object_name(2), b"2")
+    (tmp_path / "unmounted").rename(tier)
+    store.put(object_name(2), b"2")
 
 
 def test_the_time_of_the_store_is_that_of_its_listings(store):

@@ -268,7 +268,7 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
     except OSError as err:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
-        beside = ", beside the present one, which stays until the new one is complete," if os.path.lexists(path) else ""
+        beside = " beside the present one (it stays until the new one is complete)" if os.path.lexists(path) else ""
         needs = f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB{beside}"
         if err.errno == errno.EFBIG:
             raise NoSpaceError(
