@@ -14,6 +14,8 @@ import contextlib
 import json
 import os
 import re
+import secrets
+import stat
 import threading
 import time
 import warnings
@@ -43,6 +45,8 @@ _NUMBER = "lightck_kept_number"
 """Key in a file's metadata; its value grows from one export of the pool to the next. A time would not, if a clock is
 set back."""
 _DIGITS_MAX = 18
+_STALE_SECONDS = 600.0
+"""A temporary file to which nothing was written for so long is that of a process that was killed."""
 _STACKLEVEL = 7
 """Frames between the warning of ``warn_deprecated`` and the caller of ``attach``."""
 _HEADER_NBYTES_MAX = 100_000_000
@@ -103,13 +107,12 @@ class Retention(CommitListener):
     """The exports of one session. As a ``CommitListener`` this object starts an export when one is due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:
-        """Create the folder, and remove a temporary file that a killed process left in it. Raises ``KeepError`` if the
+        """Create the folder, and remove temporary files that killed processes left in it. Raises ``KeepError`` if the
         folder cannot be written. The caller holds the lock of the pool at ``pool_path``."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
         self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
         """Hash of the pool's path: the metadata of an exported file names its pool by this value."""
-        self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter, self._holds = meter, holds
         self._last_begun = self._newest = 0
         """``_last_begun``: the step of the export that was begun last (0: none was begun). ``_newest``: the newest
@@ -129,11 +132,23 @@ class Retention(CommitListener):
     def _prepare(self) -> None:
         try:
             self._folder.mkdir(exist_ok=True)
-            self._temporary.unlink(missing_ok=True)
+            self._remove_stale()
             if not os.access(self._folder, os.W_OK | os.X_OK):
                 raise PermissionError(13, os.strerror(13))
         except OSError as err:
             raise self._folder_error(err) from err
+
+    def _remove_stale(self) -> None:
+        """Remove the temporary files that killed processes have left. One to which something was written lately stays:
+        a pool with the same path on another host may be exported to it."""
+        for path in self._folder.glob(f".lightck-{self._mark}*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # it has got its name, or another process has removed it
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _STALE_SECONDS:
+                    path.unlink()
+
+    def _new_temporary(self) -> Path:
+        return self._folder / f".lightck-{self._mark}-{secrets.token_hex(8)}.tmp"
 
     def _folder_error(self, err: OSError) -> KeepError:
         fact = f"Checkpoints cannot be exported to {str(self._folder)!r}"
@@ -185,7 +200,7 @@ class Retention(CommitListener):
         failure = self._failure
         if failure is not None and (at_close or not self._is_reported):
             self._is_reported = True
-            raise failure
+            raise failure if at_close else _goes_on(failure)
 
     def _is_due(self, step: int) -> bool:
         return step // self._keep.every > self._last_begun // self._keep.every
@@ -244,13 +259,14 @@ class Retention(CommitListener):
                 f"{str(path)!r} exists, was not exported by a training of this pool, and is not overwritten. Move it "
                 "away"
             )
+        self._remove_stale()
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
         if self._n_written is None:
             self._n_written = max((number for _, _, number in self._own()), default=0)
         self._n_written += 1
         chosen.metadata |= {_MARK: self._mark, _NUMBER: str(self._n_written)}
-        export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
+        export_chosen(chosen, str(path), overwrite=True, temporary=str(self._new_temporary()))
         if not stored.owns_slot():
             path.unlink()
             raise DamagedError("its slot was reused while it was read")
@@ -303,8 +319,17 @@ def _error(fact: str, reason: str, err: BaseException) -> KeepError:
     cure = "" if names_its_cure else "Check the folder (space, owner). "
     error = KeepError(
         f"{fact}: {reason.rstrip('.')}. The pool and its checkpoints are intact, and earlier exports are unchanged. "
-        f"{cure}The next export is made when it is due, if the loop catches this error and calls step() again."
+        f"{cure}".rstrip()
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err
+    return error
+
+
+def _goes_on(failure: KeepError) -> KeepError:
+    """Return the error for a loop, which may go on."""
+    error = KeepError(
+        f"{failure} The next export is made when it is due, if the loop catches this error and calls step() again."
+    )
+    error.errno, error.__cause__ = failure.errno, failure.__cause__
     return error

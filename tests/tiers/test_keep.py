@@ -36,7 +36,9 @@ from toys import (
 )
 
 import lightck
+from lightck import export
 from lightck.errors import KeepError, StateValueError
+from lightck.export.tensors import write_tensors
 from lightck.tiers import keep as keep_module
 
 
@@ -235,14 +237,34 @@ def test_export_that_a_crash_prevented_is_made_after_the_restart(pool, to):
 
     killed_child(work)
     assert not any(name.endswith(".safetensors") for name in names(to)), "no incomplete file has the final name"
-    assert names(to), "the temporary file is there"
+    (left,) = names(to)
     model = net(seed=1)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True, keep=lightck.Keep(every=4, to=to)) as session:
         assert session.step == 4
-        assert names(to) == [], "what the kill left is removed"
         seen = run(model, optimizer, session, 1, start=4)
     assert same(safetensors.torch.load_file(file(to, 5)), seen[5]["model"])
+    assert left in names(to), "a pool with this path on another host may be exported to it"
+    os.utime(to / left, (0, 0))
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, keep=lightck.Keep(every=4, to=to)):
+        assert names(to) == [file(to, 5).name], "what the kill left is removed"
+
+
+def test_pools_with_one_path_on_two_hosts_have_temporary_files_of_their_own(pool, to, monkeypatch):
+    seen: list[str] = []
+
+    def written(*args: Any) -> None:
+        (name,) = [name for name in names(to) if name.endswith(".tmp")]
+        seen.append(name)
+        write_tensors(*args)
+
+    monkeypatch.setattr(export, "write_tensors", written)
+    for _ in range(2):
+        model = net()
+        tier = lightck.Tier(to, every=1, format="safetensors")
+        with lightck.attach(model, pool, optimizer=(optimizer := adam(model)), tiers=[tier], overwrite=True):
+            train(model, optimizer, 1)
+    assert len(set(seen)) == 2
 
 
 def test_keep_can_be_added_to_an_existing_pool(pool, to):
@@ -458,6 +480,25 @@ def test_error_is_forgotten_after_an_export_that_went_well(pool, to):
     train(model, optimizer, 2, start=2)
     session.close()
     assert file(to, 4).exists()
+
+
+def test_only_an_error_that_a_loop_can_catch_says_that_it_may_go_on(pool, to):
+    words = "if the loop catches this error"
+    to.write_text("a file")
+    with pytest.raises(KeepError) as at_attach:
+        started(pool, lightck.Keep(every=1, to=to))
+    to.unlink()
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
+    to.rmdir()
+    train(model, optimizer, 2)
+    session.flush()
+    exported()
+    with pytest.raises(KeepError) as at_step:
+        train(model, optimizer, 1, start=2)
+    with pytest.raises(KeepError) as at_close:
+        session.close()
+    assert [words in str(each.value) for each in (at_attach, at_step, at_close)] == [False, True, False]
+    assert at_step.value.errno == at_close.value.errno == errno.ENOENT
 
 
 def test_damaged_checkpoint_is_not_exported(pool, to, gate):
