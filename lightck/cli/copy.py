@@ -139,7 +139,7 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
 def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
     round tries again. If another process has claimed the tier, the command ends."""
-    last_message, stop = "", threading.Event()
+    last_message, has_sent, stop = "", False, threading.Event()
 
     def ends(*_: object) -> None:
         stop.set()
@@ -151,6 +151,7 @@ def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
             try:
                 done = drain.send()
                 if done is not None:
+                    has_sent = True
                     _print(done, as_json, in_one_line=True)
                 drain.retain()
                 last_message = ""
@@ -158,7 +159,8 @@ def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
                 print_error(str(err))
                 return FAILED
             except (PoolError, TierError) as err:
-                is_early = isinstance(err, (PoolNotFoundError, NoCheckpointError)) and not is_last
+                is_empty = isinstance(err, (PoolNotFoundError, NoCheckpointError))
+                is_early = is_empty and not has_sent and not is_last
                 text = f"waiting for the first checkpoint in {source}" if is_early else str(err)
                 if text != last_message:
                     (print_progress if is_early else print_error)(text)

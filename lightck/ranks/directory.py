@@ -59,6 +59,9 @@ def existing_pools(directory: str) -> list[Path]:
     """Return what ``pools_in`` returns. Raises ``PoolPathError`` if there is no pool."""
     paths = pools_in(directory)
     if not paths:
+        lost = lost_claim_in(directory)
+        if lost is not None:
+            raise PoolPathError(f"{directory!r} holds no pool of a rank. {claims_lost(lost)}")
         if any(_CLAIM.fullmatch(each.name) for each in Path(directory).iterdir()):
             raise PoolPathError(
                 f"{directory!r} is a tier, and this needs a pool. Make one from its newest checkpoint: lightck copy "
@@ -69,6 +72,24 @@ def existing_pools(directory: str) -> list[Path]:
             "tier. Pass the directory that the ranks passed to attach, or the file of a single process."
         )
     return paths
+
+
+def claims_lost(folder: str) -> str:
+    """Say that a tier is unusable. ``folder``: the name of the folder of a claim in it."""
+    return (
+        f"It looks like a tier whose claim files are missing: {folder}/claim.json is no file, and without one nothing "
+        "reads the tier. Put the claim files back, from a copy of the tier, or name another place."
+    )
+
+
+def lost_claim_in(directory: str) -> str | None:
+    """Return the name of the folder of a claim in a directory in which no claim file lies; None if there is none."""
+    try:
+        claims = sorted(each.name for each in Path(directory).iterdir() if _CLAIM.fullmatch(each.name))
+    except (OSError, ValueError):  # a path with a NUL
+        return None
+    has_file = any((Path(directory) / each / "claim.json").is_file() for each in claims)
+    return claims[0] if claims and not has_file else None
 
 
 @dataclass(frozen=True, slots=True)

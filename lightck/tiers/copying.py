@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.backends import pool_path
 from lightck.pool.storage.lock import PoolLock
-from lightck.ranks.directory import make_directory, pool_name
+from lightck.ranks.directory import claims_lost, lost_claim_in, make_directory, pool_name
 from lightck.restore.compact import Progress
 from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_intact_error
 from lightck.tiers.claiming import refuse_other_runs
@@ -37,9 +38,10 @@ def copy_to_tier(
     ``TierWriter``. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if
     its updates cannot be made again."""
     drain = drain_to(pool, tier, written_by, options=options, bytes_per_second=bytes_per_second, codec=codec)
+    before = open_store(tier, options).listing()
     copied = drain.send(step, progress)
     assert copied is not None, "nothing was sent before"
-    return copied
+    return replace(copied, notes=_notes_on_larger_steps(before, copied.step))
 
 
 def drain_to(
@@ -54,6 +56,9 @@ def drain_to(
 ) -> PoolSender:
     """Return what sends the checkpoints of a pool to a tier. ``codec``: as for ``TierWriter``. Raises as ``open_store``
     does, and ``TierError`` if the folder cannot be a tier, or if the library for the codec is missing."""
+    lost = lost_claim_in(os.fspath(pool))
+    if lost is not None:
+        raise TierError(f"{os.fspath(pool)!r} is no pool. {claims_lost(lost)}")
     if os.path.isdir(pool):
         raise TierError(
             f"{os.fspath(pool)!r} is a folder that holds no claim of a tier (NUMBER-TAG/claim.json), so there is "
@@ -125,6 +130,17 @@ def _notes_on_newer(listing: Listing, taken: TierCheckpoint) -> tuple[str, ...]:
         "The tier holds newer checkpoints, and attach(POOL, resume=True, tiers=...) replaces the pool by the newest "
         f"one. To continue from step {taken.step}: lightck.recover(POOL, model, optimizer), then "
         "attach(POOL, tiers=...) without resume=True.",
+    )
+
+
+def _notes_on_larger_steps(before: Listing, sent: int) -> tuple[str, ...]:
+    """Return a note on each checkpoint that was in the tier, and whose step is larger than that which was sent: what
+    was sent counts as newer all the same."""
+    larger = sorted(each for each in complete(before) if each.step > sent)
+    return tuple(
+        f"Step {each.step} of claim {each.claim} is in the tier too. Step {sent} was sent after it, and so counts as "
+        f"the newest; --step {each.step} fetches the other one."
+        for each in larger
     )
 
 

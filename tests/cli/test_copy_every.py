@@ -175,6 +175,26 @@ def test_a_pool_of_another_run_is_not_sent_below_the_claim_of_the_first(tmp_path
     assert [each.step for each in complete(FolderStore(str(tmp_path / "tier")).listing())] == [2]
 
 
+def test_a_pool_that_vanishes_after_it_was_sent_is_an_error(tmp_path):
+    pool_with(tmp_path / "run.pool", steps=2)
+    with started(*repeating(tmp_path / "run.pool", tmp_path / "tier", "--json")) as sender:
+        assert json.loads(sender.stdout.readline())["step"] == 2
+        (tmp_path / "run.pool").unlink()
+        assert sender.stderr.readline().startswith(f"error: There is no pool at '{tmp_path / 'run.pool'}'")
+
+
+def test_an_old_pool_that_is_sent_over_a_newer_step_names_that_step(tmp_path):
+    pool_with(tmp_path / "run.pool", steps=2)
+    copied(tmp_path / "run.pool", tmp_path / "tier")
+    copied(tmp_path / "run.pool", tmp_path / "tier")
+    status, out, _ = copy(tmp_path / "run.pool", tmp_path / "tier", "--step", "1")
+    assert status == OK
+    assert out.count("Step 1 was sent after it, and so counts as the newest; --step 2 fetches the other one.") == 2
+    assert "Step 2 of claim 000001-" in out
+    status, out, _ = copy(tmp_path / "run.pool", tmp_path / "tier")
+    assert "was sent after it" not in out
+
+
 def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[PoolSender, FolderStore]:
     """Send each step of a training of which a part is frozen, and retain after each."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 1))

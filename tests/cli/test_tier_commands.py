@@ -409,3 +409,16 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(tier, tmp_path):
     assert result.exit_code == OK
     assert "skipped: step 5" in result.stdout
     assert "step 4: 4 tensors" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "list", "gc", "export", "copy", "watch"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_tier_whose_claim_files_are_missing_is_named_as_that(command, is_folder, tmp_path):
+    tier = tmp_path / "tier"
+    (tier / "000001-0123abcd").mkdir(parents=True)
+    if is_folder:
+        (tier / "000001-0123abcd" / "claim.json").mkdir()
+    more = {"export": [tmp_path / "out.safetensors"], "copy": [tmp_path / "new.pool"], "watch": ["--count", 1]}
+    result = call(command, tier, *more.get(command, []))
+    assert result.exit_code != 0
+    assert "It looks like a tier whose claim files are missing: 000001-0123abcd/claim.json is no file" in result.stderr
