@@ -40,6 +40,7 @@ class FolderStore:
 
     n_parallel = 2
     """While the disk is busy with one piece, the next one is read and hashed. More would only cost memory."""
+    lists_at_once = True
 
     def __init__(self, root: str) -> None:
         """``root``: an absolute path."""

@@ -151,6 +151,7 @@ class ObjectStore:
     """The objects below one URL. It asks the store for nothing before the first call."""
 
     n_parallel = 4
+    lists_at_once = False
 
     def __init__(self, root: str, options: Mapping[str, str | int | bool] | None = None) -> None:
         """``root``: a URL without slashes at its end. Raises ``ValueError``, ``TypeError`` and ``TierError``."""

@@ -26,6 +26,9 @@ class Store(Protocol):
     """How many calls at once are worth while. Where it is more than 1, ``put`` and ``get`` may be called by several
     threads."""
 
+    lists_at_once: bool
+    """Whether a listing shows everything that was put before it began. (That of an object store may be late.)"""
+
     def has_claim(self) -> bool:
         """Whether a claim lies here: whether this is a tier."""
         ...

@@ -127,6 +127,8 @@ class TierWriter:
         )
         self._earlier.add(sent.manifest)
         self._remember(sent.name, sent.manifest)
+        if self._store.lists_at_once:
+            self._listed |= self._objects_by_manifest[sent.name]
         self.hashes[sent.name] = sent.manifest_hash
         return sent
 
@@ -143,8 +145,9 @@ class TierWriter:
             raise _superseded(self._store, claim) if listing.claims else _emptied(self._store, claim)
 
     def _forget_what_is_gone(self, listing: Listing) -> None:
-        """Forget objects that were there before and that this listing does not show: they are sent again. Somebody has
-        removed them, or a rule of the store that lets old objects expire."""
+        """Forget objects that were there before (as a listing has shown, or the store shows all at once) and that this
+        listing does not show: they are sent again. Somebody has removed them, or a rule of the store that lets old
+        objects expire."""
         listed = set(listing.objects)
         self._earlier.forget(self._listed - listed)
         self._listed = listed

@@ -1359,20 +1359,22 @@ def test_an_object_that_somebody_removed_is_sent_again(tmp_path):
     assert all(torch.equal(found.model[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("n_sent", [1, 2])
 @pytest.mark.parametrize("what", ["*/rank-*/data", "*/rank-*/steps", "*/rank-*"])
-def test_a_folder_in_a_tier_that_somebody_removed_is_made_again(tmp_path, what):
+def test_a_folder_in_a_tier_that_somebody_removed_is_made_again(tmp_path, what, n_sent):
     """A purge of what is old or empty removes it."""
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
     with session:
         until(is_ready(session))
-        for _ in range(2):
+        for _ in range(n_sent):
             trained(session, model, optimizer, 1)
+        until(lambda: session.stats().tiers[0].step == n_sent)
         (folder,) = tier.glob(what)
         shutil.rmtree(folder)
-        train(model, optimizer, 1, start=2)
+        train(model, optimizer, 1, start=n_sent)
         session.flush()
-        until(lambda: session.stats().tiers[0].step == 3)
+        until(lambda: session.stats().tiers[0].step == n_sent + 1)
     pool.unlink()
     assert same(dict(lightck.recover(tier).model), dict(model.state_dict()))
 

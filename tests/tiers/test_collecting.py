@@ -299,6 +299,8 @@ def test_a_folder_that_cannot_be_written_is_named(tier, monkeypatch):
 class LateStore(FolderStore):
     """A folder whose listings do not show yet what was written within the last hour."""
 
+    lists_at_once = False
+
     def listing(self) -> Listing:
         found, young = super().listing(), time.time() - HOURS
         manifests = {each: when for each, when in found.manifests.items() if when < young}
