@@ -20,7 +20,7 @@ import numpy as np
 
 from lightck import _native
 from lightck._native import ffi, lib
-from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
+from lightck.errors import CorruptPoolError, FormatError, NotAPoolError
 from lightck.pool.commit_log import CommitLog, candidates, read_commit_log
 from lightck.pool.format import layout
 from lightck.pool.format.group import GroupIdentity
@@ -51,7 +51,7 @@ from lightck.pool.slot_locks import hold
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import as_c_array, runs
-from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
+from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, truncated_error, undo_on_error
 from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
 log = logging.getLogger("lightck")
@@ -216,10 +216,7 @@ class PoolReader:
 
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:
-            raise PoolTruncatedError(
-                f"The pool {self.path!r} was made with {superblock.nbytes} bytes and has {self.container.nbytes} now. "
-                "It was truncated, extended or copied in part. Use a complete copy."
-            )
+            raise truncated_error(self.path, superblock.nbytes, self.container.nbytes)
 
     def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
         sb = self.superblock

@@ -565,8 +565,10 @@ class PoolWriter:
             return
         raise BackgroundError(
             f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. A "
-            "checkpoint that is committed now could not be found after a crash. Keep cleaners of temporary files away "
-            "from the pool; close this session, and attach again: the training in memory is intact.",
+            "checkpoint that is committed now could not be found after a crash. The training in memory is intact. To "
+            "keep it, close this session, and attach to another path, where its steps are counted from 0; with "
+            "resume=True a pool that lies at the present path is restored over it. Keep cleaners of temporary files "
+            "away from the pool.",
             errno.ENOENT,
         )
 

@@ -41,8 +41,8 @@ class StopRequest(CommitListener):
         ended: Callable[[StopRequest], None],
         agree: Callable[[Callable[[int], None]], EndAgreement] | None = None,
     ) -> None:
-        """``grace``: seconds from the signal to the deadline. ``ended``: called once, by ``close``. ``agree``: in a
-        group, begins to agree with the other ranks."""
+        """``grace``: seconds from the signal to the deadline. ``ended``: called by ``close``, and if the session is
+        collected. ``agree``: in a group, begins to agree with the other ranks."""
         self._steps = weakref.ref(steps)
         self.grace, self._ended = grace, ended
         self._is_closed = False
@@ -61,7 +61,7 @@ class StopRequest(CommitListener):
         self._is_withdrawal_reported = False
         steps.stop_request = self
         steps.pipeline.events.add(self)
-        weakref.finalize(steps, self._news.put, False).atexit = False
+        weakref.finalize(steps, self._session_is_gone).atexit = False
         threading.Thread(target=self._watch, name="lightck-preemption", daemon=True).start()
 
     @property
@@ -84,6 +84,11 @@ class StopRequest(CommitListener):
             steps.pipeline.events.remove(self)
             steps.stop_request = None
 
+    def _session_is_gone(self) -> None:
+        """The session was collected without ``close``."""
+        self._ended(self)
+        self._news.put(False)
+
     def close_begins(self) -> Callable[[], float | None]:
         """The session is being closed, and waits for its tiers. Returns what says until when it may."""
         self._is_finishing = True
@@ -94,9 +99,9 @@ class StopRequest(CommitListener):
     def take(self, number: int) -> bool:
         """Note a signal. Returns False if it is to act as without lightck. Called in a signal's handler, so it waits
         for nothing and logs nothing."""
-        if self.deadline is not None:
-            return time.monotonic() < self.deadline
         steps = self._steps()
+        if steps is not None and self.deadline is not None:
+            return time.monotonic() < self.deadline
         if steps is None or not steps.session_lock.is_live:
             return False
         self._note(number, steps)

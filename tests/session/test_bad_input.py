@@ -16,6 +16,7 @@ import re
 import socket
 import stat
 import struct
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +185,17 @@ def test_truncated_pool(folder, pool, keep):
             lightck.attach(model, pool, optimizer=optimizer, overwrite=True)
     else:
         lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
+
+
+def test_pool_that_became_longer_names_the_command_that_mends_it(folder, pool):
+    model, optimizer = pool_with(pool)
+    nbytes = pool.stat().st_size
+    os.truncate(pool, nbytes + 4096)
+    cut = f"truncate --size={nbytes} {pool}"
+    with pytest.raises(errors.PoolTruncatedError, match=re.escape(cut)):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    subprocess.run(cut.split(), check=True)
+    lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
 
 
 def rewrite_superblocks(pool: Path, change: dict[int, bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -403,6 +404,26 @@ def test_a_session_that_nobody_closed_leaves_the_signal_to_the_system(pool):
 
     with pytest.raises(AssertionError, match=f"status -?{int(TERM)}"):
         in_child(child)
+
+
+def test_a_session_that_was_collected_after_a_signal_leaves_the_next_one_to_the_earlier_handler(pool):
+    """The loop has stopped and returned without close()."""
+    seen: list[int] = []
+
+    def run() -> None:
+        model, optimizer, session = attached(pool)
+        lightck.preemption(session, grace="60s")
+        train(model, optimizer, 2)
+        send()
+        assert session.should_stop
+
+    with handled(TERM, lambda number, _: seen.append(number)):
+        run()
+        gc.collect()
+        n_before = len(seen)
+        send()
+        assert len(seen) == n_before + 1
+        assert "lightck" not in str(getattr(signal.getsignal(TERM), "__module__", ""))
 
 
 def test_a_forked_child_can_be_ended_and_survives_what_is_sent_to_the_whole_job(pool):

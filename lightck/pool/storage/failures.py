@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightck.errors import LightckError, PoolIOError, PoolPathError
+from lightck.errors import LightckError, PoolIOError, PoolPathError, PoolTruncatedError
 
 _MEDIUM_ERRNOS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 _MEDIUM_CURE = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
@@ -87,3 +88,16 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+def truncated_error(path: str, nbytes_before: int | None, nbytes: int) -> PoolTruncatedError:
+    """Return the error for a file that does not have the length with which it was made. ``nbytes_before``: that length
+    (None: unknown, but more than ``nbytes``)."""
+    cure = "Use a complete copy."
+    if nbytes_before is not None and nbytes_before < nbytes:
+        cut = f"truncate --size={nbytes_before} {shlex.quote(path)}"
+        cure += f" If bytes were only added at its end, remove them: {cut}"
+    return PoolTruncatedError(
+        f"The pool {path!r} was made with {'more' if nbytes_before is None else nbytes_before} bytes and has {nbytes} "
+        f"now. It was truncated, extended or copied in part. {cure}"
+    )

@@ -13,9 +13,10 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
+from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError
 from lightck.pool.format.structures import KIB, MAGIC, MIB, PAGE, SUPERBLOCK_OFFSETS, align_up, crc64
 from lightck.pool.storage.extents import Extents
+from lightck.pool.storage.failures import truncated_error
 
 SIGNATURE = b"PMEMOBJ\0"
 SET_SIGNATURE = b"PMEMPOOLSET"
@@ -109,7 +110,7 @@ def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
     ``PoolTruncatedError`` or ``CorruptPoolError``."""
     _check_header(os.pread(fd, _HEADER.size, 0), path, fd)
     if file_nbytes < _FILE_NBYTES_MIN:
-        raise _truncated(path, None, file_nbytes)
+        raise truncated_error(path, None, file_nbytes)
     _check_layout(os.pread(fd, _LAYOUT_NBYTES, _LAYOUT_OFFSET), path)
     offset, nbytes = (_U64.unpack(os.pread(fd, 8, at).ljust(8, b"\0"))[0] for at in (_ROOT_OFFSET, _ROOT_NBYTES))
     if offset == 0:
@@ -128,7 +129,7 @@ def _check_header(header: bytes, path: str, fd: int) -> None:
     if not header.startswith(SIGNATURE):
         raise _no_pmdk(path, fd)
     if len(header) < _HEADER.size:
-        raise _truncated(path, None, len(header))
+        raise truncated_error(path, None, len(header))
     _, major, _, _, _, _, uuid, *others = _HEADER.unpack(header)
     if major != PMDK_MAJOR:
         raise FormatError(
@@ -182,7 +183,7 @@ def _extents(root: bytes, root_range: tuple[int, int], path: str, file_nbytes: i
             f"{ROOT_VERSION}. The pool was written by a newer lightck. Install that version to read the pool."
         )
     if file_nbytes_before != file_nbytes:
-        raise _truncated(path, file_nbytes_before, file_nbytes)
+        raise truncated_error(path, file_nbytes_before, file_nbytes)
     arenas = [Arena(*_ARENA.unpack_from(root, reference_offset(0, i))) for i in range(count)]
     if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, root_range, file_nbytes):
         raise _corrupt(path, "its root object names impossible places")
@@ -199,16 +200,6 @@ def _fit(arenas: list[Arena], root_range: tuple[int, int], file_nbytes: int) -> 
         and all(a.nbytes % ARENA_ALIGN == 0 for a in arenas[:-1])
         and all(end <= start for (_, end), (start, _) in pairwise(in_file))
         and in_file[-1][1] <= file_nbytes
-    )
-
-
-def _truncated(path: str, file_nbytes_before: int | None, file_nbytes: int) -> PoolTruncatedError:
-    """Return the error for a file that does not have the length with which it was made. ``file_nbytes_before``: that
-    length (None: unknown, but more than ``file_nbytes``)."""
-    before = "more" if file_nbytes_before is None else file_nbytes_before
-    return PoolTruncatedError(
-        f"The pool {path!r} was made with {before} bytes and has {file_nbytes} now. It was truncated, extended or "
-        "copied in part. Use a complete copy."
     )
 
 
