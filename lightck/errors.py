@@ -59,6 +59,14 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+def is_lack_of_memory(err: BaseException) -> bool:
+    """Whether Python or torch has no memory for something. torch raises ``RuntimeError``, or, for the memory of a
+    device, its ``OutOfMemoryError``."""
+    if isinstance(err, MemoryError) or type(err).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(err, RuntimeError) and "DefaultCPUAllocator" in str(err)
+
+
 def capitalized(text: str) -> str:
     """Return the text with a capital first letter, for the beginning of a sentence; the rest stays as it is."""
     return text[:1].upper() + text[1:]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from lightck.pool.format.gradients import SENTINEL_PAGE
 from lightck.pool.format.layout import HOME_PLACE, RESIDUAL_PREFIX, SLOT_PLACE, Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.gradient_reader import GradientCheckpoint
+from lightck.pool.storage.failures import as_io_error
 from lightck.restore.contents import empty_for, unpack_dict
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.replay import replay
@@ -71,7 +73,13 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
             checkpoint of an earlier step may be recoverable.
         ReplayError: this process cannot replay anything (it flushes denormal numbers to zero).
         UnsupportedError: an optimizer, or the device of a parameter, is not available.
+        PoolIOError: there is no memory for it, or the system fails.
     """
+    with _as_io_error(checkpoint):
+        return _units_at_step(checkpoint, optimizers)
+
+
+def _units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
     records, loaded, updates = _inputs_of(checkpoint)
     consumed = [one.consumed for one in updates]
     steppers = optimizers.for_updates(consumed)
@@ -111,6 +119,12 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     return replace(joined, other_conditions=conditions)
 
 
+def _as_io_error(checkpoint: GradientCheckpoint) -> AbstractContextManager[None]:
+    return as_io_error(
+        f"The updates up to step {checkpoint.step} in the pool {checkpoint.reader.path!r} cannot be replayed"
+    )
+
+
 def reason_of(err: Exception) -> str:
     """Return the reason of an error of a replay, as a part of another sentence."""
     return str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")
@@ -126,7 +140,15 @@ def units_after(
     Raises:
         ReplayError: an update cannot be replayed, or its result differs from the checksums of a record.
         DamagedError: a copy or a record that is needed is damaged.
+        PoolIOError: there is no memory for it, or the system fails.
     """
+    with _as_io_error(checkpoint):
+        return _units_after(checkpoint, following, parameters, optimizers)
+
+
+def _units_after(
+    checkpoint: GradientCheckpoint, following: ConsumedUpdate, parameters: Collection[str], optimizers: OptimizersAtHand
+) -> dict[str, torch.Tensor]:
     records, loaded, updates = _inputs_of(checkpoint, parameters)
     consumed = [*(one.consumed for one in updates), following]
     steppers = optimizers.for_updates(consumed)

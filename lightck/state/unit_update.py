@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightck.errors import ReplayError
+from lightck.errors import ReplayError, is_lack_of_memory
 from lightck.state.consumed_update import (
     ConsumedGroup,
     ConsumedStep,
@@ -193,12 +193,14 @@ def _step(unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: Parti
 @contextmanager
 def _as_replay_error(optimizer: PartialOptimizer) -> Iterator[None]:
     """Raise what the class's code raises, which may be anything (what it reads may come from a damaged pool), as
-    ``ReplayError``."""
+    ``ReplayError``. A lack of memory is raised as it is."""
     try:
         yield
     except ReplayError:
         raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise  # it says nothing about the update
         raise ReplayError(f"{optimizer.kind.__name__} raised {type(error).__name__}: {error}") from error
 
 

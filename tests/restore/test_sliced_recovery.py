@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 from toys import everything, is_step, poke, same
 
 import lightck
+from lightck.errors import PoolIOError
 from lightck.pool.format.gradients import SENTINEL_PAGE
 from lightck.restore import gradient_state
+from lightck.state import unit_update
 from lightck.state.unit_update import SLICE_NUMEL
 
 STEPS = 8
@@ -161,3 +164,21 @@ def test_each_page_is_compared_with_the_slice_that_holds_it():
         assert min((page + 1) * SENTINEL_PAGE, parameter.nbytes) <= holding[0].stop * 4
     counter = torch.zeros(())
     assert [gradient_state._is_in(part, counter, parameter, 0) for part in parts] == [True, False, False]
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"], ids=["in slices", "whole"])
+def test_lack_of_memory_is_no_damage(pool, train, monkeypatch, order):
+    """The newest checkpoint is not skipped, and the next try finds it."""
+    found = train("adam", order)
+    path = TrainedPool(found, block=BLOCK).write(pool)
+    original, calls = unit_update._Step.make, itertools.count()
+
+    def without_memory_once(*args: Any) -> None:
+        if next(calls) == 1:
+            torch.empty(1 << 50)  # torch's own error
+        original(*args)
+
+    monkeypatch.setattr(unit_update._Step, "make", without_memory_once)
+    with pytest.raises(PoolIOError, match=r"cannot be replayed: Cannot allocate memory\. Free memory"):
+        lightck.recover(path)
+    assert_recovers(path, found, "adam", order)

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightck.errors import LightckError, PoolIOError, PoolPathError, PoolTruncatedError
+from lightck.errors import LightckError, PoolIOError, PoolPathError, PoolTruncatedError, is_lack_of_memory
 
 _MEDIUM_ERRNOS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 _MEDIUM_CURE = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
@@ -68,13 +68,15 @@ def too_long(path: str) -> PoolPathError:
 
 @contextmanager
 def as_io_error(fact: str) -> Iterator[None]:
-    """Convert an ``OSError`` or ``MemoryError`` of this block into a ``PoolIOError``. lightck's own errors pass through
-    unchanged."""
+    """Convert an ``OSError`` of this block, or a lack of memory, into a ``PoolIOError``. lightck's own errors pass
+    through unchanged."""
     try:
         yield
     except LightckError:
         raise
-    except MemoryError as err:
+    except (MemoryError, RuntimeError) as err:
+        if not is_lack_of_memory(err):
+            raise
         raise io_error(fact, errno.ENOMEM) from err
     except OSError as err:
         raise io_error(fact, err.errno, err.strerror) from err
