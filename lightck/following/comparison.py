@@ -26,7 +26,7 @@ from lightck.errors import DataMismatchError, listed
 from lightck.events import ClosingEvent
 from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, FirstInput, FirstInputs
 from lightck.following.loop_counter import LoopCounterCheck
-from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
+from lightck.following.update_parts import GRADIENT, KINDS, LAYERWISE_STATE, OPTIMIZER_STATE, OPTIONS, UpdateParts
 from lightck.pool.format.structures import NextBatch, next_batch_key
 
 log = logging.getLogger("lightck")
@@ -35,6 +35,7 @@ _PART = {
     GRADIENT: "the gradient of {}",
     OPTIONS: "an option of {} (for example its lr)",
     OPTIMIZER_STATE: "the optimizer's state of {}",
+    LAYERWISE_STATE: "the optimizer's state of {}",
 }
 
 

@@ -9,7 +9,7 @@ microseconds, and waits for no device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import is_
 from typing import TYPE_CHECKING
@@ -25,9 +25,11 @@ from lightck.state.options_watch import OptionsWatch
 if TYPE_CHECKING:
     from lightck._native import CData
 
-GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
-"""Kinds, in addition to those of ``first_batch.py``. Pools store these numbers."""
-KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
+GRADIENT, OPTIONS, OPTIMIZER_STATE, LAYERWISE_STATE = 8, 9, 10, 11
+"""Kinds, in addition to those of ``first_batch.py``. Pools store these numbers. A layer-wise update has changed the
+optimizer's state before ``step``, so its state is a kind of its own, and is compared with that of another layer-wise
+update only."""
+KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE, LAYERWISE_STATE)
 _WORDS = 32
 """Words of 8 bytes that are read of each tensor."""
 _TENSORS_MAX = 6
@@ -47,9 +49,12 @@ class UpdateParts:
     """Reads the parts of updates of one session's optimizers. In its methods, ``index`` is the index of the optimizer
     whose ``step`` makes the update."""
 
-    def __init__(self, views: Sequence[OptimizerView]) -> None:
-        """``views``: the session's list of optimizers, which may grow."""
-        self._views = views
+    def __init__(
+        self, views: Sequence[OptimizerView], is_layerwise: Callable[[object], bool] = lambda _: False
+    ) -> None:
+        """``views``: the session's list of optimizers, which may grow. ``is_layerwise``: whether an optimizer updates
+        layers inside ``backward``."""
+        self._views, self._is_layerwise = views, is_layerwise
         self._options: dict[int, _Options] = {}
         self._chosen: dict[int, tuple[int, ...] | None] = {}
         """Index of a view -> positions in ``view.params`` of the parameters whose gradients ``to_record`` reads; None
@@ -77,7 +82,7 @@ class UpdateParts:
                 reads = self._states.get(view.index)
                 if reads is None:
                     reads = self._states[view.index] = _StateReads()
-                found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, reads.checksum(view, p)))
+                found.append(FirstInput(_name(view, name), self._state_kind(view), reads.checksum(view, p)))
         return found
 
     def to_compare(self, index: int) -> Iterator[tuple[str, FirstInput]]:
@@ -91,7 +96,10 @@ class UpdateParts:
                 gradient = _missing_gradient_checksum(view, p) if p.grad is None else _gradient_checksum(p)
                 if gradient is not None:
                     yield name, FirstInput(_name(view, name), GRADIENT, gradient)
-                yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state_checksum(view, p))
+                yield name, FirstInput(_name(view, name), self._state_kind(view), _state_checksum(view, p))
+
+    def _state_kind(self, view: OptimizerView) -> int:
+        return LAYERWISE_STATE if self._is_layerwise(view.optimizer) else OPTIMIZER_STATE
 
     def _options_of(self, view: OptimizerView) -> FirstInput:
         known = self._options.get(view.index)

@@ -309,6 +309,9 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
             f"{fact}, whose last groups have no parameter on this rank. Give the optimizers of all pipeline stages the "
             "same parameter groups in the same order, empty ones included"
         )
+    elsewhere = {name for group in live.names for name in group}
+    if elsewhere.issuperset(names):
+        return f"{fact}: {listed(names)} are in other groups now. Give the optimizer the groups that it had"
     return (
         f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups while it runs "
         "(add_param_group), call add_param_group before attach for each group that the optimizer had at the saved step "

@@ -31,6 +31,7 @@ from lightck.hooks.consumed import never_indexed
 from lightck.hooks.early_gate import EarlyGate
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
+from lightck.hooks.layerwise import layerwise_of
 from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
 from lightck.pipeline.guard import Validator, weak_validator
 from lightck.pipeline.pipeline import Pipeline
@@ -522,7 +523,7 @@ def _continuation_of(
 ) -> Continuation:
     """Make the object that records how the training continues after each checkpoint, and that compares the continuation
     after a resume."""
-    parts = UpdateParts(capture.optimizers)
+    parts = UpdateParts(capture.optimizers, lambda optimizer: layerwise_of(optimizer) is not None)
     comparison, step = None, 0
     if resumed is not None:
         step = resumed.step
