@@ -44,5 +44,5 @@ def test_the_resume_is_exact_and_is_not_refused(pool, caplog, before, after):
 
 def test_other_state_in_a_layerwise_update_is_still_found(pool):
     killed_child(lambda: trained(pool, True, kill_at=4))
-    with pytest.raises(DataMismatchError, match="the optimizer's state of '2.bias'"):
+    with pytest.raises(DataMismatchError, match=r"the optimizer's state of '2\.bias'"):
         trained(pool, True, changes_state=True)
