@@ -280,7 +280,7 @@ def test_pool_that_disappears_while_it_is_in_use_is_reported(folder, pool, loss)
         pool.rename(folder / "elsewhere.pool")
     if loss == "replaced":
         pool.write_bytes(b"somebody else's")
-    with pytest.raises(BackgroundError, match=r"run\.pool.* was removed.*attach again") as caught:
+    with pytest.raises(BackgroundError, match=r"run\.pool.* was removed.*attach to another path") as caught:
         train(model, optimizer, 3, start=2)
     assert caught.value.errno == errno.ENOENT
     with pytest.raises(BackgroundError):

@@ -352,7 +352,7 @@ def test_state_that_a_restore_would_not_make_as_it_is_is_refused(pool, kept):
     model = sharded(0)
     optimizer = Own(model.parameters(), kept)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
-        with pytest.raises(UnsupportedError, match=r"The state 'optimizer/.*/kept' could not be restored as it is"):
+        with pytest.raises(UnsupportedError, match=r"The state 'optimizer/.*/kept' .*could not be restored as it is"):
             train(model, optimizer, range(2), session.end_step)
         session.abandon()
 
