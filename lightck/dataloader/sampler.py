@@ -5,8 +5,8 @@ between two fetches.
 At the first ``next()`` of a pass the sampler draws the same numbers in a replay, because the random state before this
 ``next()`` was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing between the two
 calls. If batches are fetched in this process, lightck checks whether the loop drew. Workers fetch ahead of the loop, so
-with workers each draw of the sampler is a risk. From a generator of the sampler's own mostly nobody else draws. So it
-is a risk only from the moment on at which somebody does.
+with workers each draw of the sampler is a risk. Mostly nobody else draws from a generator of the sampler's own, so this
+is a risk only after somebody else has drawn from it.
 """
 
 from __future__ import annotations

@@ -181,10 +181,22 @@ class GradientCheckpoint:
         self._read_blocks([(tensor, first, nbytes, address)])
 
     def _read_blocks(self, places: Sequence[tuple[StoredTensor, int, int, int]]) -> None:
-        block, reads = self.reader.superblock.block, np.zeros(len(places), READ_DTYPE)
-        for row, (one, first, nbytes, address) in enumerate(places):
-            crcs = one.crcs.ctypes.data + 4 * first
-            reads[row] = (one.offset + first * block, address, nbytes, crcs, one.number, one.generation, first)
+        block = self.reader.superblock.block
+        reads = np.array(
+            [
+                (
+                    at.offset + first * block,
+                    to,
+                    nbytes,
+                    at.crcs.ctypes.data + 4 * first,
+                    at.number,
+                    at.generation,
+                    first,
+                )
+                for at, first, nbytes, to in places
+            ],
+            READ_DTYPE,
+        )
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
             *self.reader.read_arguments,

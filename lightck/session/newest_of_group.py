@@ -41,7 +41,7 @@ from lightck.ranks.meet import Meeting
 from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group, directory_id
 from lightck.session.pools_of_hosts import Hosts
-from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, newest_of_all, refuse_forked, run_of
+from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, newest_of_all, run_of
 from lightck.tiers.claiming import claim_of, refuse_other_training
 from lightck.tiers.decisions import complete
 from lightck.tiers.fetching import filled_pool
@@ -134,9 +134,8 @@ def replace_pools_from_tier(
     found = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints of the pools", msgpack.packb(own))]
     in_pools = _put_together([facts for facts, _ in found])
     _refuse_other_runs(stores, found[0][1], in_pools, directory)
-    if group.rank == 0:
-        refuse_forked(stores, in_pools.newest, f"the pools in {directory!r}")
-    candidates = newest_of_all(stores, rejected) if group.rank == 0 else iter(())
+    beside = f"the pools in {directory!r}", in_pools.newest
+    candidates = newest_of_all(stores, rejected, beside) if group.rank == 0 else iter(())
     reasons: list[str] = []
     while (one := _next_offered(meeting, stores, candidates, rejected, reasons)) is not None:
         newest = in_pools.newest

@@ -24,7 +24,7 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
-from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_intact_error, refuse_forked, run_of
+from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_intact_error, run_of
 from lightck.tiers.claiming import ResumePoint, refuse_other_training
 from lightck.tiers.fetching import fetch
 from lightck.tiers.store import Store
@@ -52,8 +52,8 @@ def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store])
     rejected: list[Rejected] = []
     for store in stores:
         _refuse_other_run(store, in_pool, path)
-    refuse_forked(stores, None if in_pool is None else in_pool.order, f"the pool {path!r}")
-    for found in newest_of_all(stores, rejected):
+    beside = f"the pool {path!r}", None if in_pool is None else in_pool.order
+    for found in newest_of_all(stores, rejected, beside):
         if in_pool is not None and found.order <= in_pool.order:
             return found
         if in_pool is not None:

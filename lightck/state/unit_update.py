@@ -86,7 +86,7 @@ def update_unit(
     state = unit.states.get(consumed.optimizer)
     if state is None:
         raise ReplayError(f"the state of {unit.name!r} in {consumed.class_name} is not known")
-    step = _step(unit, consumed, group_index, optimizer)
+    step = _step_of(unit, consumed, group_index, optimizer)
     numel = unit.parameter.numel()
     is_sliced = slice_numel is not None and slice_numel < numel and optimizer.kind is not torch.optim.SGD
     with _as_replay_error(optimizer):
@@ -146,7 +146,7 @@ def update_in_slices(
     if state is None or layout is None:
         return None
     try:
-        step = _step(unit, consumed, group_index, optimizer)
+        step = _step_of(unit, consumed, group_index, optimizer)
         _refuse_misfit(unit.parameter, state, layout, step.implementation)
     except ReplayError:
         return None
@@ -179,7 +179,7 @@ def _layout(gradients: Mapping[str, Gradient], name: str) -> torch.Tensor | None
     return found if isinstance(found, torch.Tensor) and found.is_cpu else None
 
 
-def _step(unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer) -> _Step:
+def _step_of(unit: Unit, consumed: ConsumedStep, group_index: int, optimizer: PartialOptimizer) -> _Step:
     """Return the step on a unit. Raises ``ReplayError`` if torch does not reproduce its own bits there."""
     group = consumed.groups[group_index]
     implementation = group.other_implementations.get(unit.name, group.implementation)

@@ -170,14 +170,20 @@ def _of_one_rank(
     return newest_first, reasons
 
 
-def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:
-    """Yield the complete checkpoints of several tiers of a run, newest first. Raises as ``candidates_of`` does, and
-    ``TierClaimedError`` if two runs lie in one tier."""
+def newest_of_all(
+    stores: Sequence[Store], rejected: list[Rejected], beside: tuple[str, Order | None] | None = None
+) -> Iterator[Candidate]:
+    """Yield the complete checkpoints of several tiers of a run, newest first. ``beside``: the pool beside them, in
+    words, and its newest checkpoint; None: the tiers are not compared with a pool, nor with each other. Raises as
+    ``candidates_of`` does, and ``TierClaimedError`` if two runs lie in one tier, or if two of the compared places hold
+    two continuations of the run."""
     heads: list[tuple[Candidate, Iterator[Candidate]]] = []
     for store in stores:
         listing = store.listing()
         refuse_other_runs(store, listing)
         _advance(_by_order(candidates_of(store, listing, None, rejected)), heads)
+    if beside is not None:
+        _refuse_forked([head for head, _ in heads], *beside)
     while heads:
         newest = max(heads, key=lambda head: head[0].order)
         heads.remove(newest)
@@ -185,14 +191,11 @@ def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator
         _advance(newest[1], heads)
 
 
-def refuse_forked(stores: Sequence[Store], in_pool: Order | None, pool: str) -> None:
+def _refuse_forked(newest: Sequence[Candidate], pool: str, in_pool: Order | None) -> None:
     """Raise ``TierClaimedError`` if the newest checkpoints of the tiers, and that of the pool, name different claims
-    with one number: no training comes through two of them. ``pool``: the pool, in words. Raises ``TierError``."""
+    with one number: no training comes through two of them."""
     found = [] if in_pool is None else [(pool, in_pool.claim)]
-    for store in stores:
-        newest = next(candidates_of(store, store.listing(), None, []), None)
-        if newest is not None:
-            found.append((f"the tier {str(store)!r}", newest.order.claim))
+    found += [(f"the tier {str(each.store)!r}", each.order.claim) for each in newest]
     of_numbers: dict[int, tuple[str, Claim]] = {}
     for place, claim in found:
         if not claim.number:
