@@ -181,6 +181,24 @@ def test_pools_of_a_machine_that_was_replaced_lose_to_the_tier(pools, tier):
     assert is_equal(runs, plain("fsdp"))
 
 
+def test_two_continuations_of_one_group_in_two_tiers_are_refused_by_name_on_all_ranks(pools, tier):
+    """The pools are lost while one tier is out of reach, and the run goes on from the other one alone."""
+    one, other = (lightck.Tier(path, every="0.1s") for path in (tier, tier.with_name("other")))
+    values(trained("fsdp", pools, tier, updates=10, tiers=[one, other]))
+    values(trained("fsdp", pools, tier, updates=15, tiers=[one]))
+    lost(pools)
+    values(trained("fsdp", pools, tier, updates=30, tiers=[other]))
+    until(lambda: drains_have_ended(pools))
+    before = {path: path.read_bytes() for path in pools.rglob("*.pool")}
+    for tiers in ([one, other], [other, one]):
+        for ended in trained("fsdp", pools, tier, tiers=tiers):
+            assert "hold two continuations of one run" in str(ended.error)
+    assert {path: path.read_bytes() for path in pools.rglob("*.pool")} == before
+    runs = values(trained("fsdp", pools, tier, tiers=[other]))
+    assert {run.began for run in runs} == {30}
+    assert is_equal(runs, plain("fsdp"))
+
+
 @pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_another_number_of_ranks_goes_on_from_the_tier(n_ranks, pools, tier):
     runs = values(trained("fsdp", pools, tier, updates=20))
