@@ -20,8 +20,8 @@ from lightck.hooks import own_hooks
 from lightck.hooks.boundary import Boundary
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
+from lightck.hooks.gradient_checksums import plain_tensor
 from lightck.hooks.hooks import Hooks
-from lightck.hooks.probation import plain_tensor
 from lightck.restore.replay import replay
 from lightck.restore.unit_replay import Base
 from lightck.state.blocks import checksums

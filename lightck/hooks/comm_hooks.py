@@ -1,8 +1,9 @@
 """What lightck's communication hooks of DistributedDataParallel have in common.
 
-torch takes one hook, cannot unregister it, and keeps the hooks of Python in a list. A copy of a DistributedDataParallel
-(deepcopy, pickle) has this list, but torch registers none of the hooks in it, and a process group cannot be copied. So
-in a copy a placeholder takes the place of lightck's hook (``HookOfCopy``), which marks it as not registered.
+torch takes one hook, cannot unregister it, and keeps a hook that is written in Python in a list. A copy of a
+DistributedDataParallel (deepcopy, pickle) has this list, but torch registers none of the hooks in it. lightck's hook
+refers to a process group, which cannot be copied. So a copy has a placeholder (``HookOfCopy``) in its place. The
+placeholder shows that no hook is registered.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class HookOfCopy:
 
 
 def registered_hooks(ddp: Any) -> list[Callable[..., Any]]:
-    """Return the hooks of Python that are registered: one or none. If ``ddp`` is a copy, those that it only seems to
-    have are removed from its list."""
+    """Return the hooks written in Python that are registered: one or none. If ``ddp`` is a copy, those that it only
+    seems to have are removed from its list."""
     hooks = getattr(ddp, "_comm_hooks", [])
     hooks[:] = [one for one in hooks if not isinstance(owner_of(one[0]), HookOfCopy)]
     return [function for function, _ in hooks]
@@ -43,8 +44,8 @@ def owner_of(function: object) -> object:
 
 
 def register(ddp: Any, hook: Callable[..., Any], taken: Callable[[str], UnsupportedError]) -> None:
-    """Register a hook. ``taken``: makes the error for the case that another hook, of this name, is registered.
-    Call after ``registered_hooks`` has found none."""
+    """Register a hook. Call after ``registered_hooks`` has found none. ``taken``: returns the error to raise if another
+    hook is registered, from that hook's name."""
     try:
         ddp.register_comm_hook(None, hook)
     except RuntimeError as err:  # torch's own hooks in C++ leave no trace in Python

@@ -5,9 +5,9 @@ unscaling, clipping, and the hooks of the user. Under DistributedDataParallel th
 backward pass (``topk_all_reduce.py``).
 
 With error feedback, what was left out of a gradient (the *residual*) is added to the next gradient of the parameter. So
-the residuals are state of the training: ``Residuals`` is saved as the objects in ``state=`` are. Invariant: they change
-only inside ``step()``, as all that is saved. So between the backward pass and ``step()`` the communication hook's are
-*pending*.
+the residuals are state of the training: ``Residuals`` is saved as the objects in ``state=`` are. Invariant: residuals
+change only inside ``step()``, like all state that is saved. So the residuals that the communication hook computes in
+the backward pass are *pending* until ``step()``.
 """
 
 from __future__ import annotations

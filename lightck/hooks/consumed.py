@@ -5,8 +5,8 @@ accumulation, all-reduce, unscaling, clipping, and any other edit. Of nested ``s
 
 A gradient is held until its copy has ended and was validated, or until it is given up. So at most one more set of
 gradients than the training's own is in memory, and it is released part by part. The ``GradientCopier`` has time until
-the deadline of the gradient's class. No copy is trusted unchecked: ``copied`` compares the version counter, and in turn
-the checksums, with those of the gradient before the update.
+the deadline of the gradient's class. No copy is trusted unchecked: ``copied`` compares the version counter, and the
+checksums of some blocks (they take turns, ``gradient_checksums.py``), with those of the gradient before the update.
 
 If gradients are compressed, the indexed form of a gradient is made at once, in memory of its own, and is held instead
 of the gradient.
@@ -34,8 +34,8 @@ from lightck.hooks.captured_update import (
     GradientClass,
     HeldGradient,
 )
+from lightck.hooks.gradient_checksums import WHOLE_COPIES, Checksums, ExpectedBlocks, GradientChecksums
 from lightck.hooks.gradient_classes import GradientHistories, GradientHistory
-from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, GradientChecksums
 from lightck.state.consumed_update import ConsumedGroup, Implementation, options_by_value
 from lightck.state.implementation_choice import chosen_implementations, writes_gradients
 from lightck.state.indexed_gradient import IndexedGradient
@@ -63,7 +63,7 @@ def never_indexed(_gradient: torch.Tensor) -> IndexedGradient | None:
     return None
 
 
-_NONE: frozenset[str] = frozenset()
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 class GradientCopier(Protocol):
@@ -86,7 +86,9 @@ class GradientCopier(Protocol):
 @dataclass(slots=True, eq=False)
 class _PendingCopy:
     """A gradient whose copy is not validated yet. dtensor: the DTensor that holds its local tensor; None: there is
-    none. signatures: version counter and address of each tensor before the update."""
+    none. index: of the optimizer that consumes the gradient. update: the number of the update
+    (``ConsumedGradients._update``). signatures: version counter and address of each tensor before the update.
+    expected: the checksums that the copy must have."""
 
     gradient: HeldGradient
     dtensor: torch.Tensor | None
@@ -134,7 +136,7 @@ class ConsumedGradients(StepListener):
         *,
         block: int,
         index: Indexing = never_indexed,
-        left_out: Callable[[], frozenset[str]] = lambda: _NONE,
+        left_out: Callable[[], frozenset[str]] = lambda: _NO_NAMES,
         distrust_earlier: Callable[[HeldGradient], None] = lambda gradient: None,
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters; the same object as before
@@ -361,7 +363,7 @@ class ConsumedGradients(StepListener):
 
     def _names_in(self, index: int, optimizer: Optimizer) -> tuple[list[tuple[str, ...]], frozenset[str]]:
         """Return the names of the parameters of each group, and which of them are left out. They are the same objects
-        as before, if nothing has changed. (The names of parameters may change, and the parameters may not.)"""
+        as before, if nothing has changed. (The names can change while the parameters stay the same.)"""
         given, left_out, known = self._names_of(optimizer), self._left_out(), self._names.get(index)
         if known is None or known.given is not given or known.all_left_out is not left_out:
             names = list(map(tuple, given))

@@ -52,7 +52,8 @@ from lightck.state.inventory import clean_prefixes
 from lightck.state.local_tensors import params_of_fully_shard
 
 _FULLY_COMPARED = 3
-"""In the first ``_FULLY_COMPARED`` steps of a ``Layerwise``, the bytes of every gradient are compared."""
+"""In the first ``_FULLY_COMPARED`` steps of a ``Layerwise``, the bytes of every gradient and of every updated parameter
+are compared."""
 _CURE = (
     "To accumulate gradients, put every backward() except the last one before step() into "
     "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "

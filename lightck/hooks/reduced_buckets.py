@@ -183,7 +183,7 @@ class ReducedBuckets(OwnCommHook):
             if receivers:
                 receivers[0].buckets_reduced([bucket.as_reduced() for bucket in buckets])
         finally:
-            for param, grad in reversed(own):  # torch expects its own there
+            for param, grad in reversed(own):  # torch expects in ``p.grad`` what was there before
                 param.grad = grad
 
     def _refuse_join(self) -> None:

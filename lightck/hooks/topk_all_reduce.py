@@ -2,7 +2,8 @@
 
 Each rank chooses the entries of each of its gradients, and all ranks gather the positions and values. Each then sums
 them, in the order of the ranks, into a gradient of zeros, and divides it by the number of ranks. So all ranks get the
-same bits, as from the default hook. Clipping may follow, so lightck captures the gradient later, at the update.
+same bits as each other, as they do with the default hook. Clipping may follow, so lightck captures the gradient later,
+at the update.
 
 The residuals (error feedback) are each rank's own.
 """
@@ -26,14 +27,14 @@ ResidualOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TopKAllReduce(OwnCommHook):
-    """The hook of one DistributedDataParallel. Removed (``remove``), it does what torch does without a hook: torch
-    cannot unregister one."""
+    """The hook of one DistributedDataParallel. After ``remove`` it does what torch does without a hook, because torch
+    cannot unregister a hook."""
 
     def __init__(self, group: Any) -> None:
         """Use ``register``. ``group``: the process group of the DistributedDataParallel."""
         self._group = group
         self._kept: Kept | None = None
-        """None: the hook is removed."""
+        """None after ``remove``."""
         self._residual_of: ResidualOf | None = None
 
     @classmethod

@@ -43,7 +43,8 @@ class OutsideWrites:
         self._checksums: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._n_taken = 0
         self.has_compared_bytes = True
-        """Whether the last ``found`` compared bytes. If the memory of one tensor was exchanged, it compares none."""
+        """Whether the last ``written_names`` compared bytes. If the memory of one tensor was exchanged, it compares
+        none."""
 
     def step_ended(self, lives: Sequence[Live], token: object) -> None:
         """Record these tensors, now that a ``step`` has ended. ``token``: if it is that of the last call, and not None,
@@ -68,7 +69,7 @@ class OutsideWrites:
             sizes = [live.tensor.nbytes for live in self._owners]
             self._blocks = Blocks.of(addresses, sizes, [0] * len(sizes), BLOCK)
 
-    def found(self) -> list[str]:
+    def written_names(self) -> list[str]:
         """Return the names of tensors that were written since the last ``step`` ended."""
         names = set(self._gone())
         self.has_compared_bytes = are_there = self._layouts.are_unchanged()

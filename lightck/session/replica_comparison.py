@@ -22,8 +22,8 @@ BLOCK = 64 << 10
 BUDGET_NBYTES = 16 << 20
 """How many bytes in host memory are compared for one checkpoint."""
 ROUND = 16
-"""Each checkpoint measures and renews units on devices with at least 1 / ``ROUND`` of their bytes. So a round over all
-of them takes at most ``ROUND`` checkpoints."""
+"""At each checkpoint it is the turn of units on devices with at least 1 / ``ROUND`` of their bytes. So a round over all
+of them takes at most ``ROUND`` checkpoints. A unit that is not usable at its turn is left out in this round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Difference:
 
 
 class ReplicaComparison:
-    """Compares these copies."""
+    """Compares the copies of all units with the live tensors of which they are copies."""
 
     def __init__(self, replicas: Sequence[UnitReplica], *, reads_all: bool) -> None:
         self._reads_all = reads_all

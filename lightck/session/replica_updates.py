@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.events import StepListener
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, CopyResult, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients
-from lightck.hooks.probation import plain_tensor
+from lightck.hooks.gradient_checksums import plain_tensor
 from lightck.interrupts import deferred
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
@@ -35,13 +35,14 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 GROUPS_MAX = 8
+"""The largest number of groups of copies. The pipeline copies each group as soon as it is complete."""
 GROUP_NBYTES_MIN = 1 << 20
-"""The least number of bytes of a group of copies, which the pipeline copies together, if there are several groups."""
+"""If there are several groups, they have on average at least this many bytes."""
 
 
 class ReplicaUpdates(StepListener):
-    """Keeps the copies of ``Replica()`` up to date. It is the ``GradientCopier`` of its ``consumed_gradients`` (a
-    listener that is registered by itself), and the ``StandIns`` of ``Capture``; ``validate`` is a validator of the
+    """Keeps the copies of ``Replica()`` up to date. It is the ``GradientCopier`` of its ``consumed_gradients`` (another
+    listener, which must be registered too), and the ``StandIns`` of ``Capture``; ``validate`` is a validator of the
     pipeline."""
 
     def __init__(
@@ -131,15 +132,16 @@ class ReplicaUpdates(StepListener):
 
     def _find_writes(self) -> None:
         """Mark the copies of units that were written between updates as out of date."""
-        written = set(self._outside.found()) if self._replicas else set()
+        written = set(self._outside.written_names()) if self._replicas else set()
         if written:
-            is_any = not self._outside.has_compared_bytes  # an unannounced write to any other tensor would not show
+            # If no bytes were compared, an unannounced write to any other tensor would not show.
+            outdates_all = not self._outside.has_compared_bytes
             for name, replica in self._replicas.items():
-                if is_any or any(live.name in written for live in replica.lives):
+                if outdates_all or any(live.name in written for live in replica.lives):
                     self._outdate(name, "it was written between two updates")
 
     def _find_exchanged(self) -> None:
-        """Find units whose tensors are others now, or lie elsewhere."""
+        """Mark the copies of units whose tensors were exchanged for others, or moved in memory, as out of date."""
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             found = {one.name: one for one in unit_tensors(lives, self._capture.optimizers)}
@@ -382,7 +384,7 @@ class ReplicaUpdates(StepListener):
                 "copied before the update. You need not do anything.",
             )
         differences = self._comparison.differences(generation)
-        written = set(self._outside.found()) if differences else set()
+        written = set(self._outside.written_names()) if differences else set()
         differences = [one for one in differences if one.name not in written]
         self._note(differences)
         if differences:
@@ -397,7 +399,7 @@ class ReplicaUpdates(StepListener):
         if any(one.is_on_device for one in self._replicas.values()):
             for arrival in self._arrivals:
                 arrival.synchronize()
-            written = set(self._outside.found())
+            written = set(self._outside.written_names())
             differences, n_renewed = self._comparison.measure_next(
                 lambda one: one.is_current and not any(live.name in written for live in one.lives)
             )

@@ -85,7 +85,7 @@ class ReplicaUpdate:
             for one in self._steps:
                 self._make(one)
             self.replica.refuse_replaced()
-        except Exception as err:  # the class's code may raise anything
+        except Exception as err:  # the code of the optimizer's class may raise anything
             self.failure = str(err) if isinstance(err, ReplayError) else f"{type(err).__name__}: {err}"
         finally:
             self.group.unit_updated()

@@ -66,12 +66,13 @@ FULL = FullState.__name__
 
 def with_present_strategy(arguments: Arguments, path: str, backend: Backend, *, is_rank_pool: bool) -> Arguments:
     """Return the arguments with the strategy of the pool at this path, where ``strategy="auto"``: ``AUTO_CANDIDATE`` if
-    the pool has gradient records, else ``FullState``. For a rank of a group it is always ``FullState``."""
+    the pool has gradient records, else ``FullState``. For a rank of a group, and with ``overwrite=True``, it is always
+    ``FullState``."""
     options = arguments.save_options
     if options.strategy != AUTO_STRATEGY:
         return arguments
-    is_new = is_rank_pool or arguments.overwrite
-    strategy = AUTO_CANDIDATE if not is_new and _has_gradients(path, backend) else FullState()
+    is_always_full = is_rank_pool or arguments.overwrite
+    strategy = AUTO_CANDIDATE if not is_always_full and _has_gradients(path, backend) else FullState()
     return replace(arguments, save_options=replace(options, strategy=strategy))
 
 
@@ -124,8 +125,9 @@ def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_ran
 
 
 class StepCosts(NamedTuple):
-    """What a session has spent so far, in seconds. now: the time. waited: how long the training waited for copies.
-    stalled: time of the training in lightck, the waits included. copied: CPU time of copy threads."""
+    """What a session has spent so far, in seconds. now: the time; in a difference of two, the time between them.
+    waited: how long the training waited for copies. stalled: time of the training in lightck, the waits included.
+    copied: CPU time of copy threads."""
 
     now: float
     waited: float
@@ -305,7 +307,7 @@ class StrategyChoice(StepListener):
         self._pipeline.request_kind(self._first_kind, FullState(), self._first_n_slots, reason, self._does_not_fit)
 
     def _keep_present(self, err: LightckError) -> None:
-        """Called after a new pool did not fit, when the session writes to the pool of before again."""
+        """Called after a new pool did not fit, when the session writes to its earlier pool again."""
         self._is_decided = True
         candidate = type(AUTO_CANDIDATE).__name__
         other, present = (FULL, candidate) if self._writes_gradients else (candidate, FULL)

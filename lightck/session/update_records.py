@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.events import StepListener
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, CopyResult, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
-from lightck.hooks.probation import plain_tensor
+from lightck.hooks.gradient_checksums import plain_tensor
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
 from lightck.pool.format.layout import HOME_ROLES
@@ -99,8 +99,8 @@ class UpdateRecords(StepListener):
         """Name of a parameter -> index of the optimizer that last had it."""
         self._token_of_optimizers: object = None
         """``Capture.token`` at the last update of ``_optimizer_of``."""
-        self._saved_step: int | None = None
-        """The step of the last checkpoint that closed."""
+        self._last_step: int | None = None
+        """The step of the last call of ``record_of``, whether the step was saved or not."""
         self._watched: list[Live] = []
         """Parameters and optimizer state at the last ``step``, without the units that lie whole in each checkpoint."""
         self._token: object = None
@@ -169,7 +169,7 @@ class UpdateRecords(StepListener):
         return gradient.tensors or self._copies.get(gradient, ())
 
     def _find_outside_writes(self) -> None:
-        names = self._outside.found() or self._exchanged()
+        names = self._outside.written_names() or self._exchanged()
         if names:
             self._reason = f"{names[0]!r} was written between two updates"
 
@@ -239,7 +239,7 @@ class UpdateRecords(StepListener):
         update, self._update, self._begun = self._update, None, []
         moved = self._moved()
         reason, self._reason = self._reason or self._distrust, ""
-        is_again, self._saved_step = step == self._saved_step, step
+        is_again, self._last_step = step == self._last_step, step
         if update is None or update.step != step:
             reason = reason or ("it is saved once more" if is_again else "its update was not seen")
         else:
@@ -271,8 +271,8 @@ class UpdateRecords(StepListener):
         return f"the parameter {moved[0]!r} has moved to another optimizer" if moved else ""
 
     def _checked_bases(self, update: CapturedUpdate) -> str:
-        """Return why the units that are due must not be trusted to follow from their old bases; "" if they do follow,
-        or if nothing is checked."""
+        """Compare the units that this checkpoint writes to a home with what their old bases and the updates since then
+        lead to. Return what differs, or why they cannot be compared; "" if nothing differs, or nothing is compared."""
         if self.base_check is None:
             return ""
         tensors = {name: self._tensors_of(gradient)[number] for name, gradient, number in gradient_tensors(update)}

@@ -1,9 +1,10 @@
-"""The strategy that saves a copy of the state in host memory, which makes the updates of the training too.
+"""The strategy that saves the state from a copy in host memory, on which lightck repeats each update of the training.
 
-*The replica* is a copy of each parameter and its optimizer state (a *unit*) in host memory. The same class makes the
-same update of it, with the gradients and options that the training's update consumed. So its bytes are those of the
-training, if the training is in host memory too; on a device an update has other bits than on the CPU. Of a model on a
-device only the gradients cross to host memory, and not the state.
+*The replica* is a copy of each parameter and its optimizer state (a *unit*) in host memory. An optimizer of the same
+class as that of the training makes each update on the copy too, with the gradients and options that the update of the
+training consumed. So the bytes of the copy are those of the training, if the training is in host memory too; on a
+device an update has other bits than on the CPU. Of a model on a device only the gradients cross to host memory, and not
+the state.
 
     update t      hooks/consumed.py         the last pre-step hook holds the gradients, and copies the options
     update made   session/replica_updates.py  unit by unit, a thread makes the same update of the copies
@@ -66,5 +67,5 @@ class Replica:
     own_optimizers: bool = False
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """Plan as ``FullState`` does. (Which tensors are copied from the replica, the write tables say.)"""
+        """Plan as ``FullState`` does. (The write tables say which tensors are copied from the replica.)"""
         return FullState().plan(closed_step, tables, slot)

@@ -16,12 +16,12 @@ from torch import nn
 from toys import forward, net, same
 
 from lightck.events import SessionLock, StepEvents, StepListener
-from lightck.hooks import own_hooks, probation
+from lightck.hooks import gradient_checksums, own_hooks
 from lightck.hooks.captured_update import CopyResult, Deadline, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients
+from lightck.hooks.gradient_checksums import WHOLE_COPIES, GradientChecksums
 from lightck.hooks.gradient_classes import GradientHistories, shares_memory
 from lightck.hooks.hooks import Hooks
-from lightck.hooks.probation import WHOLE_COPIES, GradientChecksums
 from lightck.state.blocks import checksums
 from lightck.stats import Meter
 
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_written_before_its_copy_is_reported(one, n_before, w
 
 def test_an_unannounced_write_is_found_in_turn(monkeypatch):
     """After the first records some blocks are compared, other ones each time."""
-    monkeypatch.setattr(probation, "TURN_NBYTES", BLOCK)
+    monkeypatch.setattr(gradient_checksums, "TURN_NBYTES", BLOCK)
     weight = nn.Parameter(torch.zeros(4 * BLOCK // 4))
     training = Captured(nn.ParameterList([weight]), optimizer := torch.optim.SGD([weight], lr=0.1))
     one = weight, optimizer, training
@@ -272,7 +272,7 @@ def test_an_announced_write_is_found_at_once():
 
 @pytest.mark.parametrize(("n_blocks", "n_updates"), [(1, 150), (2, 90), (7, 25), (1000, 1)])
 def test_all_gradients_have_their_turn(monkeypatch, n_blocks, n_updates):
-    monkeypatch.setattr(probation, "TURN_NBYTES", n_blocks * BLOCK)
+    monkeypatch.setattr(gradient_checksums, "TURN_NBYTES", n_blocks * BLOCK)
     gradients = [HeldGradient(str(i), OWNED, (torch.rand(40 + i),)) for i in range(30)]
     checks, seen = GradientChecksums(BLOCK), set()
     for _ in range(n_updates):

@@ -1,8 +1,9 @@
 """Checksums of gradients before the update, to compare with the checksums of their copies.
 
 A version counter alone proves nothing: ``GradScaler.unscale_``, ``.grad.data`` and numpy do not move it. So the first
-gradients of each parameter are compared whole. Later the gradients take turns: 16 MiB of 256 tensors at each update,
-and one gradient if they are on a device. (If a step has no more gradients than that, all of them are compared.)
+gradients of each parameter are compared whole. Later the gradients take turns: at each ``step`` of an optimizer at most
+16 MiB and 256 tensors. A tensor that must be copied before it can be read (on a device, or not in row-major order) is
+the last one of the turn. (If a step has no more gradients than that, all of them are compared.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WHOLE_COPIES = 3
 """The gradients of a parameter are compared whole until this many copies were right. The copy of the parameter's first
 gradient (``GradientClass.UNOBSERVED``) does not count."""
 TURN_NBYTES, TURN_TENSORS = 16 << 20, 256
-"""How many bytes, and how many tensors, are compared in turn at each update at most."""
+"""How many bytes, and how many tensors, are compared in turn at each ``step`` of an optimizer at most."""
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -108,7 +109,7 @@ class GradientChecksums:
     def _read_ranges(self, ranges: Sequence[_ByteRange], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
         ranges = [one for one in ranges if one.nbytes]
-        if len(ranges) == 1:  # this is so at nearly all updates, and takes less time than the general way
+        if len(ranges) == 1:  # frequent with large tensors; this branch takes less time than the general one
             one = ranges[0]
             begin, size = one.first_block * self._block, one.plain.element_size()
             part = one.plain.view(-1)[begin // size : (begin + one.nbytes) // size]
