@@ -3,7 +3,7 @@
     lock        the pool's lock is held from the first look to the commit: a second writer is refused
     open        an existing pool is used again; the checkpoint that must stay is held
     copy        tensor by tensor, in batches, into a free slot. If something no longer fits (another shape, a new name),
-                the pool moves to a new file, and takes along the held checkpoint of a rank
+                the pool moves to a new file, and takes along the held checkpoint
     commit      the commit record is durable when ``save`` returns
 
 Invariants: the held checkpoint is not overwritten, and a new file gets the pool's name only with the new checkpoint in

@@ -27,10 +27,10 @@ class GivenTensor:
     """A tensor, or the boxes of it that this process hands over."""
 
     name: str
-    """In the pool."""
+    """The tensor's name in the pool."""
     dtype: torch.dtype
     shape: Ints
-    """Of the logical tensor."""
+    """The shape of the logical tensor."""
     boxes: tuple[Box, ...]
     """Boxes without elements are left out; () for a tensor of which this process has nothing."""
     read: Callable[[Box], torch.Tensor]
@@ -90,16 +90,16 @@ class GivenTensor:
         cannot be stored."""
         if len(self.boxes) == 1:
             return self._in_host_memory(self.boxes[0])
-        found = torch.empty(entry.shape, dtype=self.dtype)
+        result = torch.empty(entry.shape, dtype=self.dtype)
         at = 0
         for box in self.boxes:
             part, n = self._in_host_memory(box), math.prod(box.size)
             if entry.pieces is None:
-                _view(found, box).copy_(part)
+                _view(result, box).copy_(part)
             else:
-                found[at : at + n] = part.flatten()
+                result[at : at + n] = part.flatten()
             at += n
-        return found
+        return result
 
     def _in_host_memory(self, box: Box) -> torch.Tensor:
         tensor = self.read(box)

@@ -38,12 +38,12 @@ class FoundPool(NamedTuple):
     """A pool that a rank has found."""
 
     name: str
-    """Of its file in the directory; "" if the path is that of the pool."""
+    """The name of its file in the directory; "" if the path itself is that of the pool."""
     group: GroupIdentity | None
     ids: frozenset[CheckpointId]
-    """Of its usable checkpoints."""
+    """The ids of its usable checkpoints."""
     incarnation: int
-    """The largest one in it."""
+    """The largest incarnation in it."""
     is_saved_here: bool
     """Whether its newest checkpoint was saved by ``saving/``, without a session. Those of a training are not
     overwritten unasked."""
@@ -69,7 +69,7 @@ class Order(NamedTuple):
     """What a rank does in a save."""
 
     name: str
-    """Of the pool's file in the directory; "": the path is that of the pool."""
+    """The name of the pool's file in the directory; "" if the path itself is that of the pool."""
     group: GroupIdentity | None
     id: CheckpointId
     goes_on: bool

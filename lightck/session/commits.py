@@ -56,10 +56,10 @@ class CommitParticipants:
             pipeline.decisions.add(self.tiers.reports)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. At least two slots (in a
-        group of ranks: three) must remain that are neither pinned nor reserved for ``keep=``; otherwise a relayout
-        gives the pool more slots. Raises ``SessionError`` if nothing is committed yet, or if the pool cannot have
-        enough slots, and ``UnsupportedError`` for a pool with gradient records."""
+        """Hold the newest committed checkpoint, and return the hold. At least two slots (in a group of ranks: three;
+        with peer copies: four) must remain that are neither pinned nor reserved for exports and tiers; otherwise a
+        relayout gives the pool more slots. Raises ``SessionError`` if nothing is committed yet, or if the pool cannot
+        have enough slots, and ``UnsupportedError`` for a pool with gradient records."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -127,8 +127,8 @@ class Commits:
         """Whether every saved checkpoint is committed, no gradient record is being stored, and a forward would close no
         checkpoint now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        is_done = is_committed and not self.pipeline.stores_record
-        return is_done and not self._boundary.closes_at(ClosingEvent.FORWARD)
+        is_all_stored = is_committed and not self.pipeline.stores_record
+        return is_all_stored and not self._boundary.closes_at(ClosingEvent.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
@@ -153,7 +153,8 @@ class Commits:
         is_saved = event is ClosingEvent.FLUSH or self.will_be_saved(step)
         meter, stores_updates = self._meter, self._capture.update_of is not None
         meter.count_step(is_saved or stores_updates)
-        # The slowdown that a checkpoint adds to the step after it is left out, because the cadence measures it itself.
+        # Of the slowdown only ``unsaved_slowdown_seconds`` is counted, which each step has. The cadence itself measures
+        # how much longer a step takes while a checkpoint is written.
         self.cadence.boundary_passed(
             time.perf_counter(), meter.stall_seconds + meter.unsaved_slowdown_seconds, is_saved
         )

@@ -34,7 +34,7 @@ from lightck.strategy.gradients import Gradients
 
 
 def optimizers_at_hand(capture: Capture) -> OptimizersAtHand:
-    """Return what makes updates of this training again, with its optimizers as they are now."""
+    """Return the object that replays updates of this training, with the live optimizers."""
     return OptimizersAtHand(capture.model.model, [one.optimizer for one in capture.optimizers])
 
 
@@ -55,15 +55,15 @@ def gradient_pools(
     reference = weakref.ref(capture)  # the pipeline outlives a session that is collected
 
     def optimizers() -> Sequence[OptimizerView]:
-        found = reference()
-        return () if found is None else found.optimizers
+        live_capture = reference()
+        return () if live_capture is None else live_capture.optimizers
 
     def updated() -> Collection[str]:
         return {name for view in optimizers() for name, _ in view.params}
 
     def whole() -> Collection[str]:
-        found = reference()
-        return () if found is None else found.whole_units()
+        live_capture = reference()
+        return () if live_capture is None else live_capture.whole_units()
 
     def records_that_fit(entries: Sequence[Entry], state_nbytes: int) -> int:
         return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
@@ -170,7 +170,7 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
         "tiers= in a group of ranks": (
             bool(options.tiers) and is_rank_pool,
-            "all ranks send one step, and a rank could not hold it until then",
+            "all ranks send the checkpoint of one agreed step, and a pool with gradient records cannot keep it so long",
         ),
         "tiers= together with own_optimizers=True": (
             bool(options.tiers) and options.gradients is not None and options.gradients.own_optimizers,

@@ -4,8 +4,8 @@
                checkpoints of the tiers, one after the other, newest first. So all ranks come to the same decision
     compare    by (claim, incarnation, step): the newest checkpoint that all pools of one world hold, and those of the
                tiers. If every world has lost at least one pool, a checkpoint of the tiers is used
-    fetch      of n ranks now, rank r fetches the parts of the ranks r, r + n, r + 2 n, ... that sent the checkpoint,
-               beside the pools
+    fetch      with n ranks now, rank r fetches what the ranks r, r + n, r + 2 n, ... of the world that sent the
+               checkpoint have sent, into new files beside the pools
     vote       only if all parts are whole, the new files take the place of the pools; else the next checkpoint is tried
     go on      as from any pools. If another number of ranks has sent the checkpoint, the present ranks load it as the
                checkpoint of another world
@@ -53,16 +53,16 @@ log = logging.getLogger("lightck")
 
 
 class _Offered(NamedTuple):
-    """A complete checkpoint of a tier, as rank 0 says."""
+    """A complete checkpoint of a tier, as rank 0 reports it to all ranks."""
 
     tier: int
     """Number of the tier."""
     claim: str
-    """The claim below which it lies."""
+    """The claim below whose prefix it lies."""
     step: int
     world_size: int
     order: tuple[str, int, int]
-    """What the checkpoint says: claim, incarnation, step."""
+    """Claim, incarnation and step that its manifest names. (This claim is another one if ``lightck copy`` sent it.)"""
 
     @property
     def sort_key(self) -> Order:
@@ -107,7 +107,7 @@ class _InPools:
         if not self.worlds:
             return "there was no pool"
         if self.newest is not None:
-            return f"the pools held step {self.newest.step} of an older claim or incarnation"
+            return f"the newest checkpoint that all pools of a world held was an older one, of step {self.newest.step}"
         world = max(self.worlds.values(), key=lambda each: len(each.held))
         missing = [str(rank) for rank in range(world.world_size) if rank not in world.held]
         if missing:
@@ -134,8 +134,8 @@ def replace_pools_from_tier(
     found = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints of the pools", msgpack.packb(own))]
     in_pools = _put_together([facts for facts, _ in found])
     _refuse_other_runs(stores, found[0][1], in_pools, directory)
-    beside = f"the pools in {directory!r}", in_pools.newest
-    candidates = newest_of_all(stores, rejected, beside) if group.rank == 0 else iter(())
+    pool_to_compare = f"the pools in {directory!r}", in_pools.newest
+    candidates = newest_of_all(stores, rejected, pool_to_compare) if group.rank == 0 else iter(())
     reasons: list[str] = []
     while (one := _next_offered(meeting, stores, candidates, rejected, reasons)) is not None:
         newest = in_pools.newest
@@ -259,8 +259,7 @@ def _put_together(reports: Sequence[Sequence[Any]]) -> _InPools:
                 found.unreadable.append(unreadable)
                 continue
             world = found.worlds.setdefault((run_id, world_id, world_size), _World(world_size))
-            if held or not world.held.get(rank):
-                world.held.setdefault(rank, set()).update(tuple(one) for one in held)
+            world.held.setdefault(rank, set()).update(tuple(one) for one in held)
     return found
 
 
@@ -269,8 +268,8 @@ def _refuse_other_runs(stores: Sequence[Store], runs: Sequence[str | None], in_p
         if run is not None and in_pools.runs and run not in in_pools.runs:
             raise TierClaimedError(
                 f"The tier {str(store)!r} holds another run than the pools in {directory!r}. Nothing was changed. To "
-                "go on with the run of the pools, give it another folder; to go on with that of the tier, name a "
-                "directory that does not exist yet."
+                "go on with the run of the pools, pass another folder as the tier; to go on with that of the tier, "
+                "name a directory that does not exist yet."
             )
 
 

@@ -41,9 +41,9 @@ class _InPool(NamedTuple):
 
 def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store]) -> Candidate | None:
     """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. Returns the newest
-    checkpoint of the tiers if the pool stays; None if it was made anew, or if the tiers hold nothing of use. The caller
-    holds the lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a
-    device."""
+    checkpoint of the tiers if the pool stays; None if it was made anew, if the tiers hold nothing of use, or if the
+    pool cannot be opened (``attach`` raises that error later). The caller holds the lock of the pool. Raises
+    ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a device."""
     try:
         in_pool = _newest_in_pool(path, backend)
     except PoolError:  # attach says what is wrong with the pool
@@ -52,16 +52,17 @@ def replace_pool_from_tier(path: str, backend: Backend, stores: Sequence[Store])
     rejected: list[Rejected] = []
     for store in stores:
         _refuse_other_run(store, in_pool, path)
-    beside = f"the pool {path!r}", None if in_pool is None else in_pool.order
-    for found in newest_of_all(stores, rejected, beside):
+    pool_to_compare = f"the pool {path!r}", None if in_pool is None else in_pool.order
+    for found in newest_of_all(stores, rejected, pool_to_compare):
         if in_pool is not None and found.order <= in_pool.order:
             return found
         if in_pool is not None:
             refuse_other_training(found.store, in_pool.order.claim, found.order.claim, f"the pool {path!r}")
         if isinstance(backend, DevdaxBackend):  # it has no room for a second pool beside the present one
             raise UnsupportedError(
-                f"The pool {path!r} is a device, and {found} is newer than what it holds. lightck makes pools in files "
-                f"from a tier. Name a file as the pool; or fetch it: lightck copy {found.store} NEW.pool."
+                f"The pool {path!r} is a device, and {found} is newer than what it holds. lightck can rebuild a pool "
+                f"from a tier only in a file. Name a file as the pool; or fetch it: lightck copy {found.store} "
+                "NEW.pool."
             )
         try:
             found.refuse_stale()
@@ -80,7 +81,7 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
     newest = next(newest_of_all(stores, []), None)
     if newest is not None:
         log.warning(
-            "lightck: the pool %r cannot be used, and %s is there. To continue from it, move the pool away",
+            "lightck: the pool %r cannot be used. A checkpoint is left: %s. To continue from it, move the pool away",
             path,
             newest,
         )
@@ -137,8 +138,8 @@ def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
     if in_pool is not None and run is not None and run != in_pool.run_id:
         raise TierClaimedError(
             f"The tier {str(store)!r} holds another run than the pool {path!r}. Nothing was changed. To go on with "
-            "the run of the pool, give it another folder; to go on with that of the tier, name a pool that does not "
-            "exist yet."
+            "the run of the pool, pass another folder as the tier; to go on with that of the tier, name a pool that "
+            "does not exist yet."
         )
 
 

@@ -171,19 +171,20 @@ def _of_one_rank(
 
 
 def newest_of_all(
-    stores: Sequence[Store], rejected: list[Rejected], beside: tuple[str, Order | None] | None = None
+    stores: Sequence[Store], rejected: list[Rejected], pool_to_compare: tuple[str, Order | None] | None = None
 ) -> Iterator[Candidate]:
-    """Yield the complete checkpoints of several tiers of a run, newest first. ``beside``: the pool beside them, in
-    words, and its newest checkpoint; None: the tiers are not compared with a pool, nor with each other. Raises as
-    ``candidates_of`` does, and ``TierClaimedError`` if two runs lie in one tier, or if two of the compared places hold
-    two continuations of the run."""
+    """Yield the complete checkpoints of several tiers of a run, newest first. ``pool_to_compare``: how errors name the
+    pool that belongs to these tiers, and the order of its newest checkpoint (None: it holds none). Without it, nothing
+    checks whether two places hold two continuations of the run. Raises as ``candidates_of`` does, and
+    ``TierClaimedError`` if two runs lie in one tier, or if two of the compared places hold two continuations of the
+    run."""
     heads: list[tuple[Candidate, Iterator[Candidate]]] = []
     for store in stores:
         listing = store.listing()
         refuse_other_runs(store, listing)
         _advance(_by_order(candidates_of(store, listing, None, rejected)), heads)
-    if beside is not None:
-        _refuse_forked([head for head, _ in heads], *beside)
+    if pool_to_compare is not None:
+        _refuse_forked([head for head, _ in heads], *pool_to_compare)
     while heads:
         newest = max(heads, key=lambda head: head[0].order)
         heads.remove(newest)

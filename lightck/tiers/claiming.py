@@ -210,8 +210,8 @@ def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: st
         raise TierClaimedError(
             f"The tier {str(store)!r} and {pool} hold two trainings that both began anew (claims {in_tier} and "
             f"{in_pool}): two jobs have used one tier, or one job has begun anew twice. Nothing was changed. A tier "
-            "holds one run: to continue from the "
-            "pool, give it another folder; to continue from the tier, name a pool that does not exist yet."
+            "holds one run: to continue from the pool, pass another folder as the tier; to continue from the tier, "
+            "name a pool that does not exist yet."
         )
 
 

@@ -1,9 +1,9 @@
 """Held checkpoints: their slots are not overwritten, and a relayout carries them over to the new pool file.
 
 A *hold* is on one committed checkpoint of the open pool. ``Pin`` is the user's handle on a hold; ``keep=`` holds the
-checkpoint that it exports. Invariant: at least two slots (in a group of ranks: three) are not held by a pin or an
-export, and the training writes to these, so that it never waits for the release of a hold. During a relayout a rank
-also holds what other ranks may need (``ranks/neighbours.py``).
+checkpoint that it exports. Invariant: at least two slots (in a group of ranks: three; with peer copies: four) are
+not held by a pin or an export, and the training writes to these, so that it never waits for the release of a hold.
+During a relayout a rank also holds what other ranks may need (``ranks/neighbours.py``).
 
 In the new file a held checkpoint keeps its generation, its incarnation and its step. So a generation, or an incarnation
 with a step, that named the checkpoint before still names it.
@@ -69,7 +69,7 @@ class Holds(CommitListener):
 
     def slots_for_a_pin(self, n_export_slots: int) -> int:
         """Return the number of slots that the pool needs to hold one more pin. ``n_export_slots``: number of slots for
-        ``keep=``; they are included in the result. Raises ``SessionError`` if no pool can have so many slots."""
+        exports and tiers, which the result includes. Raises ``SessionError`` if no pool can have so many slots."""
         needed = self._n_free + self.n_pins + 1 + n_export_slots
         if needed > SLOTS_MAX:
             raise SessionError(
