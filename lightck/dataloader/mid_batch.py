@@ -39,7 +39,7 @@ class MidBatch:
         """Name of a loader -> its pass, and the number of batches given in it, when the second sign was seen for this
         loader for the first time. The sign counts when it is seen on a batch other than that one."""
 
-    def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
+    def next_begins(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
         loader.in_eval = in_eval
         now = tick()

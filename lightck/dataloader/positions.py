@@ -133,7 +133,7 @@ class Positions:
 
     # -- batches that are used again
 
-    def fetches(self, loader: SessionLoader) -> None:
+    def next_begins(self, loader: SessionLoader) -> None:
         """Record that the loop requests a batch of this loader."""
         if not loader.in_eval:
             self._ended_loader = None

@@ -54,7 +54,9 @@ class SaveOptions:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that get whole checkpoints. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
         tiers = (each for each in checked_tiers(self.tiers_given) if not each.is_export)
-        if self.gradients is not None:  # a pool with gradient records has no slot for a whole checkpoint
+        if self.gradients is not None:
+            # A pool with gradient records has no slot for a whole checkpoint. (Tiers that need specific steps stay as
+            # they are: ``refuse_unrecordable`` refuses them.)
             tiers = (each if each.needs_specific_steps else replace(each, spare_slot=False) for each in tiers)
         return tuple(tiers)
 
@@ -76,7 +78,7 @@ class SaveOptions:
 
     @property
     def replica_strategy(self) -> Replica | None:
-        """The strategy, if it keeps a copy of the state that makes the updates too."""
+        """The strategy, if it keeps a copy of the state on which lightck repeats each update."""
         return self.strategy if isinstance(self.strategy, Replica) else None
 
     @property
@@ -95,7 +97,7 @@ class SaveOptions:
         assert not isinstance(self.strategy, str), "with_present_strategy has replaced it"
         return self.strategy or FullState()
 
-    def _refuse_other_strategy(self) -> None:
+    def _refuse_other_than_strategy(self) -> None:
         strategy = self.strategy
         if strategy is None or strategy == AUTO_STRATEGY:
             return
@@ -112,7 +114,7 @@ class SaveOptions:
         refuse_other_than_bool(
             strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite, split=self.split
         )
-        self._refuse_other_strategy()
+        self._refuse_other_than_strategy()
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")

@@ -121,10 +121,10 @@ def attach(
         strategy: what a checkpoint holds: ``FullState()`` (default), ``Gradients(...)``, ``Replica()``, or ``"auto"``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). Tiers may add some.
+        slots: room for checkpoints, 2 to 8; default: as in the existing pool, else 2 (group: 3, 4). Tiers may add some.
         keep: deprecated; ``Tier(..., format="safetensors")`` writes the same files.
         tiers: send whole checkpoints to folders or object stores: ``[lightck.Tier(folder, every="5min")]``.
-        pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
+        pause_on_nonfinite: commit no checkpoint if a GradScaler's scale or a sampled value of a tensor is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
         strict_data: raise ``DataMismatchError``, and do not only warn, if a resume goes on with other data.
         group: the process group whose ranks attach together; None: the default group. False: this process alone.
@@ -311,13 +311,13 @@ def _choose_strategy(steps: Steps, file: PoolFile) -> None:
 
 
 def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart | None) -> CommitParticipants:
-    options, capture = file.arguments.save_options, weakref.ref(file.capture)
+    options, capture_ref = file.arguments.save_options, weakref.ref(file.capture)
 
     def optimizers_for_replay() -> OptimizersAtHand:
         """Return the live optimizers of this training for a replay; none if the session is gone. (The reference to them
         is weak, because background threads reach the holds, and would keep the model alive.)"""
-        found = capture()
-        return OptimizersAtHand() if found is None else optimizers_at_hand(found)
+        live_capture = capture_ref()
+        return OptimizersAtHand() if live_capture is None else optimizers_at_hand(live_capture)
 
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, optimizers_for_replay)
     keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None

@@ -177,7 +177,7 @@ class BaseEveryTuner(StepListener):
         if lowered < now:
             log.info(
                 "lightck: base_every is lowered from %d to %d: with a failure every %g s, and %.3g s for an update, "
-                "a longer recovery costs more than copies save",
+                "a longer recovery costs more than fewer copies save",
                 now,
                 lowered,
                 self._mtbf,

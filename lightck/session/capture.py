@@ -140,7 +140,7 @@ class Capture:
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
         self._is_unsharded_reported = self._is_shared_checked = False
-        """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
+        """Whether ``_warn_unsharded`` has warned; whether shared memory was checked, once optimizer state existed."""
         self._fork_rng_watch = ForkRngWatch()
         self._whole_units = WholeUnits()
         self._stepped_outside: set[int] = set()
@@ -150,7 +150,8 @@ class Capture:
         """The tensors that were frozen when ``tensors`` found them: id of ``Live.registered`` -> id of ``Live.tensor``.
         The two ids differ only for a DTensor."""
         self._updated_frozen, self._frozen_left = set[int](), dict[int, int]()
-        """The ids of those that an optimizer updated since the last call of ``take_updated_frozen``, and the others."""
+        """``_updated_frozen``: the ids (``Live.tensor``) of the frozen tensors that an optimizer updated since the last
+        call of ``take_updated_frozen``. ``_frozen_left``: the rest of ``_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
         that no update has changed the parameter."""
@@ -374,9 +375,9 @@ class Capture:
         return self.provisional
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
-        """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes the
-        parameters and its own backup of them). Before these methods there is no gate, so no background copy may read
-        these tensors."""
+        """The names of tensors that a wrapper may write in other methods than ``step``: the parameters of its
+        optimizers, and the state tensors of all optimizers. (In its ascent step, SAM writes the parameters and its own
+        backup of them.) Before these methods there is no gate, so no background copy may read these tensors."""
         if not self._stepped_outside:
             return frozenset()
         params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}

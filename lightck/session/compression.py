@@ -50,7 +50,8 @@ class Compression:
     """The compression of one session's gradients."""
 
     def __init__(self, topk: TopK, ranks: int = 1) -> None:
-        """``ranks``: how many ranks gather their entries. A gradient has up to ``ranks`` times as many as one sends."""
+        """``ranks``: number of ranks whose entries are added up. The sum has up to ``ranks`` times as many entries as
+        one rank sends."""
         self._topk, self._ranks = topk, ranks
         self.residuals: Residuals | None = None
         if topk.error_feedback:
@@ -167,8 +168,8 @@ def refuse_uncompressible(topk: object, model: nn.Module, found: Found, *, is_ra
         return
     if len(wrappers) != 1:
         raise UnsupportedError(
-            "Gradients(compress=TopK(...)) in a group of ranks compresses what DistributedDataParallel sends, and "
-            f"{len(wrappers) or 'none'} of them holds parameters of this model. Wrap the model in one "
+            "Gradients(compress=TopK(...)) in a group of ranks needs exactly one DistributedDataParallel that holds "
+            f"parameters of this model, and {len(wrappers)} were found. Wrap the model in one "
             "DistributedDataParallel before attach, or leave out compress=."
         )
     refuse_other_hook(wrappers[0])

@@ -14,7 +14,8 @@ This rank also does so if another rank writes the tensor whole, because that ran
 compared block by block.
 
 Invariant: of each tensor, a rank either writes all rows, or its other rows were equal to those of the ranks that write
-them when they were last compared. Each block is compared once in each round of the round-robin.
+them when they were last compared. Each block is read for a comparison once in each round of the round-robin. (If the
+other pool no longer has the checkpoint, this comparison is left out.)
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Read(NamedTuple):
     rank: int
     """Which rank writes it."""
     number: int
-    """Of the block among those of the region."""
+    """The block's number among the blocks of the region."""
     checksum: int
 
 
@@ -127,11 +128,11 @@ def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> C
     if writer is None or not capture.shares.cuts:
         return None
     by_rank = {one.rank: one for one in group.commit_rule.neighbours}
-    found = CrossCheck(
+    cross_check = CrossCheck(
         capture, group.rank, writer.incarnation, writer.superblock.block, by_rank, pipeline.guard.reads_all
     )
-    pipeline.events.add(found)
-    return found
+    pipeline.events.add(cross_check)
+    return cross_check
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class CrossCheck(CommitListener):
     capture: Capture
     rank: int
     incarnation: int
-    """Of the checkpoints of this session."""
+    """The incarnation of the checkpoints of this session."""
     block: int
     """Bytes of a block in the pools of these ranks."""
     neighbours: Mapping[int, Neighbour]
@@ -151,11 +152,11 @@ class CrossCheck(CommitListener):
     _known: _Regions | None = None
     _turn: RoundRobin = field(default_factory=RoundRobin)
     _turn_of_records: RoundRobin = field(default_factory=RoundRobin)
-    """For checkpoints whose blocks are only recorded."""
+    """The turn of the checkpoints whose blocks are only recorded."""
     _next_not_plain: int = 0
     _next_on_device: int = 0
     _fully_compared_left: int = FULLY_COMPARED_FIRST
-    """How many of the next checkpoints read all blocks."""
+    """How many of the next comparisons are of all blocks. While this is above 0, each checkpoint reads all."""
     _n_skipped: int = 0
     """How many checkpoints were closed since the last one whose blocks are compared."""
     _pending: list[_Read] = field(default_factory=list)
@@ -212,7 +213,8 @@ class CrossCheck(CommitListener):
         ]
 
     def _send(self, regions: _Regions, nbytes_max: int) -> Iterator[_Sent]:
-        """Begin to copy the next blocks on devices to host memory, in the order of the computation."""
+        """Begin to copy the next blocks on devices to host memory. Work that is enqueued on a device after this call
+        may change the tensors."""
         blocks = regions.on_devices
         by_device: dict[DeviceTransfer, list[tuple[_Region, int]]] = {}
         nbytes = 0

@@ -168,7 +168,7 @@ def check_late_optimizer(
     Raises ``LateError`` if the new optimizer steps a parameter of a followed optimizer, or a parameter that has
     replaced one of a followed optimizer in the model.
     """
-    if _only_steps_others(optimizer, views):
+    if _is_stateless_wrapper(optimizer, views):
         return ()
     new = optimizers_to_follow([optimizer])
     params = [p for one in new for g in one.param_groups for p in g["params"]]
@@ -198,10 +198,10 @@ def check_late_optimizer(
     return new
 
 
-def _only_steps_others(optimizer: Optimizer, views: Sequence[OptimizerView]) -> bool:
-    """Whether this wrapper keeps nothing, and contains only optimizers that are followed: they were passed as
-    ``optimizer=`` without it. Asked at each of its steps, since some wrappers make their state later. ``views``: the
-    optimizers that are followed."""
+def _is_stateless_wrapper(optimizer: Optimizer, views: Sequence[OptimizerView]) -> bool:
+    """Whether this wrapper has no state, and contains only optimizers that are followed already (the user passed these
+    as ``optimizer=``, and not the wrapper). Called at each of its steps, because some wrappers make their state later.
+    ``views``: the optimizers that are followed."""
     inner = inner_of(optimizer)
     if not inner or not {id(one) for one in inner} <= {id(view.optimizer) for view in views}:
         return False

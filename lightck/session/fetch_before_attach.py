@@ -1,6 +1,7 @@
-"""Before attach: for a framework that reads first what it will resume. The newest checkpoint of the tiers is fetched.
+"""Fetches the newest checkpoint of the tiers before ``attach``, for a framework that reads the checkpoint first.
 
-``attach(resume=True, tiers=...)`` does the same. After this call attach finds pools that are not older than the tiers.
+``attach(resume=True, tiers=...)`` fetches it too. After ``fetch_newest``, ``attach`` finds pools that are not older
+than the tiers.
 """
 
 from __future__ import annotations

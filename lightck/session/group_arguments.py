@@ -20,7 +20,7 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
         (
             is_adaptive and options.replicas.count > 1,
             f"interval={options.interval!r} together with replicas=",
-            "what is copied to another host is chosen by the number of the step",
+            "copies are due at fixed numbers of steps, which the ranks perhaps do not save",
         ),
         (
             options.exports is not None,

@@ -27,10 +27,10 @@ log = logging.getLogger("lightck")
 _LEAD_MIN = 2
 """How many checkpoints ahead a pattern begins at least."""
 _LATENCY_SECONDS = 0.3
-"""How long the ranks take to agree, at most, as a rule: a pattern begins no sooner."""
+"""Seconds within which the ranks usually agree. A pattern begins at least this long after it is proposed."""
 _LEAD_FACTOR_MAX = 64
-_LOWER = 0.8
-"""The interval is lowered only to less than this share of the present one, so that it does not change all the time."""
+_LOWERED_SHARE_MAX = 0.8
+"""The interval is lowered only to at most this share of the present one, so that it does not change all the time."""
 _PAUSES = (0.0002, 0.01)
 """Seconds between two polls while a step waits for the verdict: at first, and at most."""
 
@@ -75,7 +75,7 @@ class AgreedCadence(CommitListener):
 
     def decided(self, proposal: Proposal, verdict: int) -> None:
         self.schedule.decided(proposal, verdict)
-        if verdict == PASSED:  # it was too near
+        if verdict == PASSED:  # some rank had passed the first step of the pattern: propose a later one next time
             self._lead_factor = min(2 * self._lead_factor, _LEAD_FACTOR_MAX)
         self._is_asking = False
 
@@ -87,8 +87,8 @@ class AgreedCadence(CommitListener):
 
     def is_due(self, step: int, saved_step: int) -> bool:
         self._step = max(self._step, step)
-        found = self.schedule.is_due(step, saved_step)
-        return self._when_known(step, saved_step) if found is None else found
+        is_due = self.schedule.is_due(step, saved_step)
+        return self._when_known(step, saved_step) if is_due is None else is_due
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
         return self.schedule.is_due(step, saved_step) or False
@@ -104,7 +104,7 @@ class AgreedCadence(CommitListener):
         wanted = self._wanted(self._adaptive)
         if self._propose is not None and not self._is_asking and self.schedule.is_settled:
             present = self.schedule.pattern_at(self._step)
-            if _is_worth(wanted, present):
+            if _is_worth_proposing(wanted, present):
                 self._is_asking = True
                 first = self._step + self._lead(present) * self._lead_factor
                 self._propose(Proposal(first, (wanted.interval, wanted.skip)))
@@ -123,11 +123,11 @@ class AgreedCadence(CommitListener):
 
     def _when_known(self, step: int, saved_step: int) -> bool:
         """Wait for the verdict on a pattern that begins at this step or before, and return whether the step is due."""
-        found: list[bool] = []
+        answers: list[bool] = []
 
         def is_known() -> bool:
             answer = self.schedule.is_due(step, saved_step)
-            found.extend([] if answer is None else [answer])
+            answers.extend([] if answer is None else [answer])
             return answer is not None
 
         with self._meter.wait():
@@ -146,13 +146,13 @@ class AgreedCadence(CommitListener):
                     between=raise_if_interrupted,
                 )
             )
-        return found[-1]
+        return answers[-1]
 
 
-def _is_worth(wanted: Pattern, present: Pattern) -> bool:
-    """Whether the ranks are to agree on another pattern than the present one."""
+def _is_worth_proposing(wanted: Pattern, present: Pattern) -> bool:
+    """Whether rank 0 is to propose the wanted pattern in place of the present one."""
     if 1 < wanted.interval < present.interval:
-        return wanted.interval <= _LOWER * present.interval
+        return wanted.interval <= _LOWERED_SHARE_MAX * present.interval
     return (wanted.interval, wanted.skip) != (present.interval, present.skip)
 
 

@@ -1,6 +1,8 @@
 """How the ranks of a group attach together.
 
     meet        The ranks wait for each other. From now on an error of one rank is raised on all.
+    fetch       With ``resume=True`` and ``tiers=``: if a tier holds a newer checkpoint than the pools have in common,
+                new pools with this checkpoint take their place (``newest_of_group.py``).
     report      Each rank sends its arguments, a digest of its tensors, and the list of its checkpoints. All compute the
                 same decision: a checkpoint to continue from, or a new training.
     restore     To continue, each rank restores its part of the chosen checkpoint, and says whether it could (it votes).
@@ -13,10 +15,10 @@
     begin       In a new training each rank has committed checkpoint 0 before. ``attach`` returns when all ranks are
                 here. If there are several hosts, a helper thread exchanges from now on what the pools hold.
 
-Invariant: a rank that continues changes no pool that has a commit record before *adopt*, and *adopt* changes no
-checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start. (After
-*replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the ranks
-have no checkpoint in common later, a rank has lost checkpoints.
+Invariant: after *fetch*, a rank that continues changes no pool that has a commit record before *adopt*, and *adopt*
+changes no checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start.
+(After *replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the
+ranks have no checkpoint in common later, a rank has lost checkpoints.
 """
 
 from __future__ import annotations
@@ -145,13 +147,13 @@ class GroupStart:
     """Generation -> id of each checkpoint in this rank's pool."""
     _directory_ids: list[str] = field(default_factory=list)
     """Rank -> host and directory of its pool (``directory_id``)."""
-    _other: OtherWorlds | None = None
+    _other_worlds: OtherWorlds | None = None
     """The pools of other worlds in the directory; None if there are none."""
     _save_options: SaveOptions | None = None
     _hosts_of_copies: Hosts | None = None
     """The hosts that keep peer copies; None if there are none."""
     _pool_path: str = ""
-    """Of this rank."""
+    """The path of this rank's pool."""
     tiers: TiersOfGroup | None = None
     _cadence: AgreedCadence | None = None
     """With ``interval="auto"``: what the ranks agree on while training runs."""
@@ -171,8 +173,8 @@ class GroupStart:
             with meeting.shares_errors():
                 yield start
         finally:
-            if start._other is not None:
-                start._other.close()
+            if start._other_worlds is not None:
+                start._other_worlds.close()
 
     # -- before anything is opened -----------------------------------------------------------------------
 
@@ -187,8 +189,8 @@ class GroupStart:
             replace_pools_from_tier(directory, self.group, self.meeting, tiers, arguments.backend)
         replicas = arguments.save_options.replicas
         self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting, replicas)
-        self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
-        return path_of_own_pool(directory, self.group) if self._other is None else self._other.path
+        self._other_worlds = find_other_worlds(directory, self.group, self.meeting, arguments)
+        return path_of_own_pool(directory, self.group) if self._other_worlds is None else self._other_worlds.path
 
     # -- the pool ----------------------------------------------------------------------------------------
 
@@ -196,8 +198,8 @@ class GroupStart:
         """Continue from the newest checkpoint that all ranks have, or create this rank's pool. Returns None for a new
         training."""
         refuse_other_ranks(file.capture.tensors(), self.group.members)
-        if self._other is not None and self._other.source is not None:
-            return self._load_other_world(file, pipeline, self._other)
+        if self._other_worlds is not None and self._other_worlds.source is not None:
+            return self._load_other_world(file, pipeline, self._other_worlds)
         reader = file.existing()
         try:
             stored = {} if reader is None else self._stored(reader, file)
@@ -311,7 +313,8 @@ class GroupStart:
         """Decide what this rank writes. All ranks call this, with the tensors from which they go on. (With a layout
         nothing is divided, but the ranks compare the tensors that have no rule.)"""
         options = file.arguments.save_options
-        divides = options.split and options.gradients is None  # a rank can replay only updates of whole parameters
+        # With gradient records, a rank replays the updates of its local tensors, and needs all their rows in its pool.
+        divides = options.split and options.gradients is None
         if (divides or file.arguments.layout) and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
@@ -405,7 +408,7 @@ class GroupStart:
                 return Restored(checkpoint_id, start, chosen, is_done, reason, warned, remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
-                "lightck: the checkpoint of step %d is used on no rank, because %s. An older one is looked for",
+                "lightck: no rank uses the checkpoint of step %d, and an older one is tried: %s",
                 checkpoint_id.step,
                 why,
             )
@@ -566,14 +569,16 @@ class GroupStart:
             )
 
     def begin(self) -> None:
-        """Wait until each rank has adopted the chosen checkpoint, or, in a new training, has committed checkpoint 0."""
+        """Wait until each rank has adopted the chosen checkpoint, or, in a new training, has committed checkpoint 0.
+        Then begin what runs while training goes on (exchange with other hosts, peer copies, tiers, the agreed
+        interval), and remove the pools of other worlds and old peer copies."""
         self.meeting.exchange("readiness", b"")
         assert self.commit_rule is not None, "join was called"
-        start = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
+        first_common = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
         if self._adoption.adopted is None:
-            self.commit_rule.knowledge = replace(self.commit_rule.knowledge, common=start)
+            self.commit_rule.knowledge = replace(self.commit_rule.knowledge, common=first_common)
         if len(set(self._directory_ids)) > 1:
-            own = PoolView.of([start])
+            own = PoolView.of([first_common])
             self.commit_rule.follow(
                 Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
             )
@@ -581,9 +586,9 @@ class GroupStart:
         directory = os.path.dirname(self._pool_path)
         copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
         if self._hosts_of_copies is not None:
-            copies.begin(self.commit_rule, start, self._hosts_of_copies, self._save_options)
-        if self._other is not None:
-            self._other.remove()
+            copies.begin(self.commit_rule, first_common, self._hosts_of_copies, self._save_options)
+        if self._other_worlds is not None:
+            self._other_worlds.remove()
             self.meeting.exchange("removal of other pools", b"")
         copies.remove_old(Hosts.of(self._directory_ids))
         if self.tiers is not None:

@@ -84,7 +84,7 @@ def has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool
     if file.arguments.layout is not None:
         return True
     entries = [*file.entries.values(), *(() if reader is None else reader.entries)]
-    # The layout table of a pool with gradient records has all parameters and all optimizer state.
+    # A ``ReplayedCheckpoint`` is left out: its parameters and its optimizer state are among ``reader.entries`` already.
     whole = [one for many in stored.values() for one in many if not isinstance(one, ReplayedCheckpoint)]
     entries += [entry for one in whole for entry in one.entries.values()]
     return any(entry.pieces is not None for entry in entries)

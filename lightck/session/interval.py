@@ -221,7 +221,8 @@ class Adaptive:
         self._steps.append(step)
 
     def _warn_fixed_cost(self) -> None:
-        """Warn once if the hooks alone cost so much that the budget is exceeded."""
+        """Warn once if the hooks leave less than a quarter of the budget for checkpoints. The budget will be exceeded
+        then, because checkpoints always get a quarter of it."""
         if self._is_warned or len(self._unsaved_stalls) < _UNSAVED or len(self._steps) < _STEPS:
             return
         fixed, share = self._fixed()

@@ -61,7 +61,7 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
             assert loaded is not None, "this rank has voted for it"
             return loaded
         reasons.append(f"step {checkpoint_id.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
-        log.warning("lightck: a checkpoint is used on no rank (%s). An older one is looked for", reasons[-1])
+        log.warning("lightck: no rank uses this checkpoint, and an older one is tried: %s", reasons[-1])
     raise RankError(
         f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
         "was overwritten. Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools "
@@ -82,6 +82,7 @@ def _load_on_all(
     ""."""
     logical: LogicalCheckpoint | None = None
     relocated: Relocated | None = None
+    # Only with pipeline stages may a tensor be held by no rank. Without stages no names are compared.
     problem, has_compared_names = "", not other.tensors.is_stage
     while True:
         loaded, lacks_blocks = None, False
@@ -127,16 +128,16 @@ def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
 
 
 def _logical_of(other: OtherWorlds, group: Group, held: CheckpointsPerPool) -> LogicalCheckpoint:
-    """Return one checkpoint as logical tensors. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
-    read for that."""
+    """Return one checkpoint as logical tensors. Raises ``DamagedError``, and ``BlocksMissingError`` if that needs
+    blocks of another host's pool that were not fetched yet."""
     assert other.source is not None, "a checkpoint is loaded"
     rank_of_state = group.rank if other.has_same_ranks(group) else 0
     return logical_of(os.path.dirname(other.path), other.source, held, rank_of_state, warns=group.rank == 0)
 
 
 def _relocated(other: OtherWorlds, group: Group, logical: LogicalCheckpoint, restore: LiveRestore) -> Relocated:
-    """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
-    read for that."""
+    """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if that needs
+    blocks of another host's pool that were not fetched yet."""
     refuse_disagreeing_ranks(logical)
     layout = layout_now(logical, restore.layout)
     own_place = own_place_of(logical, layout) if other.has_same_ranks(group) else None
@@ -181,7 +182,7 @@ def _load_one(
         reason += f"; {describe_averaged(averaged)}"
     key = None if has_same_ranks else key_of_rank(other.source.run_id, checkpoint_id.step, 0)
     changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture(), layout)
-    changed["means"] = averaged
+    changed["means"] = averaged  # the key of ``Contents.averaged_names``
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
     if has_same_ranks and restore.layout is not None and group.world_size > 1:

@@ -29,8 +29,8 @@ class LoaderEvents(LoaderHost):
 
     def _next(self, loader: SessionLoader) -> None:
         steps, model = self._steps, self._steps.model
-        steps.capture.mid_batch.fetches(loader, model is not None and not model.training)
-        steps.capture.positions.fetches(loader)
+        steps.capture.mid_batch.next_begins(loader, model is not None and not model.training)
+        steps.capture.positions.next_begins(loader)
         if steps.commits.paused:
             return
         if steps.step_thread not in (None, threading.get_ident()):
@@ -44,7 +44,7 @@ class LoaderEvents(LoaderHost):
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
             if steps.loop_top is not None:
-                steps.loop_top.fetches(loader)
+                steps.loop_top.next_begins(loader)
             steps.handle(ClosingEvent.NEXT)
             steps.commits.run(steps.pipeline.poll)
 

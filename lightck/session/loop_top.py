@@ -1,11 +1,11 @@
 """Finds changes that the top of a loop makes before a checkpoint closes, and that a resumed loop therefore makes twice.
 
 Without a session loader or ``end_step()``, a checkpoint closes in the middle of the loop's body, at a *closing point*:
-the model's next forward, or, if the forward hook never fires, the next step of the optimizer. If the loop changes
-something between its top and the closing point, such as an object in ``state=`` or weights that it shrinks, the
-checkpoint contains the change, and the resumed loop makes the change again. One boundary alone cannot distinguish such
-a change from work at the end of an iteration, such as ``scheduler.step()``. So the check compares state on three
-occasions only, and reads nothing afterwards:
+the model's next forward; or, if the forward hook never fires or several optimizers are followed, the next step of an
+optimizer. If the loop changes something between its top and the closing point, such as an object in ``state=`` or
+weights that it shrinks, the checkpoint contains the change, and the resumed loop makes the change again. One boundary
+alone cannot distinguish such a change from work at the end of an iteration, such as ``scheduler.step()``. So the check
+compares state on three occasions only, and reads nothing afterwards:
 
 *After a restore* of a checkpoint that closed at a closing point: whatever changes until the loop reaches that closing
 point again was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does not hold what the loop does
@@ -74,13 +74,13 @@ class LoopTopCheck:
         """Whether a forward was checked since the last update."""
         self._after_update: Marks | None = None
         """Marks of ``_candidates``, made after the last update."""
-        self._is_pass_check_on = restored is not None  # whether ``fetches`` still checks
+        self._is_pass_check_on = restored is not None  # whether ``next_begins`` still checks
         self._states_before = (
             self._optimizer_states() if self._is_pass_check_on and capture.positions.any_in_pass else {}
         )
         """Marks of the optimizers' state at attach. Empty if no restored position is in mid-pass."""
         self._checked_pass: Pass | None = None
-        """The pass that ``fetches`` checked last."""
+        """The pass that ``next_begins`` checked last."""
 
     def check_before(self, event: ClosingEvent, boundary: Boundary) -> bool:
         """Check before ``event``, a training forward or a step of the optimizer, because it may close a checkpoint.
@@ -120,7 +120,7 @@ class LoopTopCheck:
             changed = set(self._changed(self._after_update, with_buffers=True)) & self._buffer_candidates
             self._warn_fresh_run(sorted(changed), ClosingEvent.FORWARD)
 
-    def fetches(self, loader: SessionLoader) -> None:
+    def next_begins(self, loader: SessionLoader) -> None:
         """Check at the first ``next()`` of each restored pass, until an update is made. There may be several restored
         passes, because a script may begin a pass before its loop, to inspect a batch. Options of optimizers are not
         compared, because a loop may set them again after ``next()``."""

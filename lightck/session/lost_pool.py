@@ -49,7 +49,7 @@ def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolR
 
 
 def has_checkpoints_of(directory: str, rank: int, world_size: int) -> bool:
-    """Whether the directory has a pool of this rank with a commit record."""
+    """Whether the directory has the pool of rank ``rank``, with a commit record in it."""
     path = path_of_pool(directory, rank, world_size)
     if path is None:
         return False
@@ -95,11 +95,11 @@ def copy_into_new_pool(
     expected_state_nbytes: int,
     changed_state: Mapping[str, object],
 ) -> None:
-    """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under
-    ``checkpoint_id``. The pool gets its path when the copy is durable, and is closed again. ``entries``: tensors for
-    which the pool has space, in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state for
-    which the slots must have space at least. ``changed_state``: what the copy has in its small state in place of what
-    ``stored`` has."""
+    """Create the pool of this rank, whose identity is ``pipeline.pool.group``, with a copy of ``stored``, committed
+    under ``checkpoint_id``. The pool gets its path when the copy is durable, and is closed again. ``entries``: tensors
+    for which the pool has space, in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state
+    for which the slots must have space at least. ``changed_state``: what the copy has in its small state in place of
+    what ``stored`` has."""
     pool = pipeline.pool
     state = values.pack(state_for_copy(stored) | dict(changed_state), path="state")
     pool.n_slots = n_slots

@@ -1,8 +1,8 @@
 """The directory of a group holds pools of another world: another number of ranks, or other parts of the tensors.
 
     compare     Each rank says whether its own pool, if there is one, fits the parts that it holds now. This file has
-                nothing more to do if all fit, no pool of another number of ranks is there, and no rank has lost its
-                pool while peer copies, or pools that it needs on other hosts, are left.
+                nothing more to do if all pools fit, no pool of another number of ranks is there, and no rank that has
+                lost its pool finds a peer copy, or needs a pool that lies on another host.
     choose      Each rank opens and locks the pools in the directory. All choose the same world: the one with the newest
                 checkpoint that all its pools have. If that is the world of this group, the pools of the others are left
                 from an earlier change of worlds. Otherwise its checkpoint is loaded.
@@ -71,7 +71,7 @@ class OtherWorlds:
     from_peer_copies: Sequence[int] = ()
     """The ranks of the old world whose pools are lost, and whose peer copies are used."""
     partial_copies: PartialCopies | None = None
-    """Those of the pools of ``source`` that lie on other hosts; None if all lie here."""
+    """The partial copies of pools of ``source``; None if every host has all these pools in its directory."""
 
     def has_same_ranks(self, group: Group) -> bool:
         """Whether each rank goes on with the state of the rank with its number in the old world."""
@@ -190,10 +190,10 @@ def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence
     can replace the lost one (``lost_pool.py``). None can if the host has no other rank's pool, or if pools hold only
     the shares of their ranks."""
     n_ranks = len(hosts.of_rank)
-    on_own_host = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
+    hosts_with_own_pools = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
     moved = any(rank in world.pools for world in facts if world.world_size == n_ranks for rank in lost)
     holds_shares = any(one.has_shares for world in facts for files in world.pools.values() for one in files)
-    return moved or any(holds_shares or hosts.of_rank[rank] not in on_own_host for rank in lost)
+    return moved or any(holds_shares or hosts.of_rank[rank] not in hosts_with_own_pools for rank in lost)
 
 
 def _all_to_remove(directory: str, group: Group, tensors: ModelTensors, hosts: Hosts) -> OtherWorlds:
@@ -235,7 +235,9 @@ def _over_hosts(
     chosen = _newest_of(facts, hosts, not_own)
     is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_on_own_hosts(hosts)
     if not has_other and (chosen is None or is_own or (max(chosen.common).step == 0 and not chosen.copies)):
-        return None  # as with one directory: a new training may have been killed while its pools were made
+        # The start goes on as with one directory. (If the ranks have nothing in common but step 0, or nothing at all, a
+        # new training may have been killed while its pools were made.)
+        return None
     _refuse_loss_or_two_histories(facts, chosen)
     with ExitStack() as stack:
         copies = None

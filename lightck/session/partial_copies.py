@@ -7,7 +7,8 @@
     fetch       One rank per copy receives what all ranks of its host want, once, from a rank of a host that has the
                 pool, over a process group of gloo. If several hosts have the same pool, each sends a part of it.
     verify      Each rank verifies the blocks that it wanted. A damaged one is fetched again, from each of the hosts
-                that have the pool. If it is damaged in all, the pool does not count for this tensor.
+                that have the pool. If it is damaged in all, the rank reads from the pools of other ranks instead. If
+                these do not hold all that it needs, the checkpoint counts as damaged.
     remove      The copies lie in a folder of their own, in which nobody searches for a rank's pool. It is removed at
                 the end of attach, and, if the process is killed before, at the beginning of the next one. So a copy
                 that has become old is never taken for the pool of its rank.
@@ -188,7 +189,8 @@ class PartialCopies:
     # -- what the ranks do for each copy -----------------------------------------------------------------
 
     def _for_each(self, numbers: Sequence[int], do: Callable[[int], None]) -> None:
-        """Call ``do`` for these copies, and raise the first error at the end."""
+        """Call ``do`` for these copies, and raise the first error at the end. If gloo fails, raise ``RankError`` at
+        once."""
         failure: Exception | None = None
         for number in numbers:
             try:

@@ -66,7 +66,7 @@ def hosts_of_copies(directory: str, group: Group, meeting: Meeting, replicas: Re
 
 
 _CONNECT_SECONDS_MAX = 60.0
-"""For how long a rank tries to connect at most. ``timeout=`` counts if it is shorter."""
+"""The longest time for which a rank tries to connect. If ``timeout=`` of ``attach`` is shorter, it applies instead."""
 _ACCEPT_SECONDS = 0.5
 """How often a rank that waits for a connection looks whether another rank has failed."""
 

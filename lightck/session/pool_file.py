@@ -182,7 +182,8 @@ class PoolFile:
         forget_restored_from(self.arguments.model)
 
     def _slots_wanted(self, reader: PoolReader) -> int | None:
-        """Return the number of slots that this pool is to have; None if it keeps its number."""
+        """Return the number of slots that this pool is to have; None if it keeps its number. In a pool with gradient
+        records these are the slots for records."""
         options = self.arguments.save_options
         if options.gradients is not None:
             return options.gradients.log_records
@@ -190,7 +191,8 @@ class PoolFile:
         return options.replicas.slots_min if options.slots is None and is_too_small else options.slots
 
     def n_slots_of_rank(self, source: PoolReader) -> int:
-        """Return the number of slots of a new pool of this rank. ``source``: a pool from which it goes on."""
+        """Return the number of slots of a new pool of this rank; in a pool with gradient records, of slots for records.
+        ``source``: a pool from which it goes on."""
         options = self.arguments.save_options
         if options.gradients is not None:
             return n_records(options.gradients, options.fixed_interval, is_rank_pool=True)
@@ -363,8 +365,8 @@ class PoolFile:
             options, pool = self.arguments.save_options, pipeline.pool
             if options.gradients is None:
                 raise
-            largest = base_every_given(options.gradients) or tolerant_base_every(pool.n_slots)
-            advice = space_advice(entries, state_nbytes, pool.kind, largest, options.fixed_interval, self.path)
+            tried_base_every = base_every_given(options.gradients) or tolerant_base_every(pool.n_slots)
+            advice = space_advice(entries, state_nbytes, pool.kind, tried_base_every, options.fixed_interval, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

@@ -61,7 +61,8 @@ _ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Handler:
-    """The handler of one signal. While lightck works on the main thread, ``interrupts.py`` calls it afterwards."""
+    """The handler of one signal. If the signal comes while lightck works on the main thread, ``interrupts.py`` keeps it
+    back, and calls this handler when the work is done, or waits."""
 
     def __init__(self, number: int) -> None:
         self.number, self.before = number, signal.getsignal(number)

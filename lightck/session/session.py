@@ -338,7 +338,8 @@ class Session:
 
         ``done``: record in the pool that the training is finished: ``session.done`` is True after the next attach.
         ``drop_current``: do not save the current step. The newest checkpoint that was saved before is committed, and
-        the next start continues from it. This is for a loop whose end has changed what the step must not hold.
+        the next start continues from it. Pass ``drop_current=True`` if the end of the loop has changed state that the
+        checkpoint of this step must not hold.
         After everything is released, an error of background work, of a callback of ``on_commit``, of ``keep=`` or of a
         tier is raised, or ``NothingSavedError``.
         """
@@ -454,6 +455,7 @@ class Session:
     def _release(self) -> None:
         self._traces.end()
         self._steps.session_lock.is_open = False
+        # A callback of ``on_commit`` may end the session inside ``optimizer.step()``, where no hook can be removed.
         if self._commit_callbacks.is_delivering and self._steps.hooks.is_in_step:
             silence(self._steps.hooks.handles)
         self._finalizer()

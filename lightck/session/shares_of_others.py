@@ -25,8 +25,8 @@ def restore_one_of(
     restore: LiveRestore, checkpoint_id: CheckpointId, candidates: Sequence[RankCheckpoint], group: Group
 ) -> tuple[RankCheckpoint | None, str, list[str]]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify; and the names of the tensors whose rows that other ranks wrote differ from
-    what this rank held in them."""
+    reason why the first one does not verify; and the names of the tensors in which the rows of other ranks differ from
+    what this rank held there."""
     problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
@@ -40,8 +40,8 @@ def restore_one_of(
 
 @contextmanager
 def whole_of(own: RankCheckpoint, checkpoint_id: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
-    """Yield this rank's checkpoint, with all rows of each tensor, and the names of the tensors whose rows that other
-    ranks wrote differ from what this rank held in them (``differing_rows``). ``checkpoint_id``: of the checkpoint. The
+    """Yield this rank's checkpoint, with all rows of each tensor, and the names of the tensors in which the rows of
+    other ranks differ from what this rank held there (``differing_rows``). ``checkpoint_id``: of the checkpoint. The
     other ranks' pools are open in the block. Raises ``DamagedError`` if rows are missing."""
     if isinstance(own, ReplayedCheckpoint) or not has_shares(own):
         yield own, []

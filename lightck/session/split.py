@@ -180,6 +180,7 @@ def _digests(lives: Sequence[Live]) -> dict[str, bytes]:
     )
     crcs = blocks.checksums()
     of_tensors = np.split(crcs, np.searchsorted(blocks.owners, np.arange(1, len(plain))))
+    # strict=False: if there is no plain tensor, np.split returns one empty array all the same.
     found = {live.name: of_tensor for live, of_tensor in zip(plain, of_tensors, strict=False)}
     for live in lives:
         if live.name not in found:

@@ -165,10 +165,10 @@ class Steps(StepListener):
         self.pipeline.validators.append(self._validate_records)
 
     def record_no_updates(self) -> None:
-        """Undo ``record_updates()``. Call while no checkpoint is in flight, and no hook before an update runs."""
+        """Undo ``record_updates()``. Call while no checkpoint is in flight, and while torch runs no pre-step hook."""
         records = self.update_records
         assert records is not None, "record_updates has set it"
-        assert self._validate_records is not None, "it too"
+        assert self._validate_records is not None, "record_updates has set it"
         self.events.remove(records)
         self.events.remove(records.consumed_gradients)
         self.hooks.report_no_gradients()

@@ -28,7 +28,7 @@ log = logging.getLogger("lightck")
 _PAUSE_SECONDS = 0.002
 """Between two looks whether the ranks have agreed."""
 _WITHDRAWAL_SECONDS = 5.0
-"""How long after the deadline a rank waits until it is certain that the other ranks go on too."""
+"""How long after the deadline a rank waits, at most, to learn whether the other ranks go on too."""
 
 
 class StopRequest(CommitListener):
@@ -234,7 +234,8 @@ class StopRequest(CommitListener):
         if not self._news.get() or self.deadline is None:
             return
         log.warning(
-            "lightck: %s came. The present step is finished and saved; then session.should_stop is True. %g s are left",
+            "lightck: %s came. The present step goes on to its end, and is saved. Then session.should_stop turns True. "
+            "%g s are left",
             self.name,
             self.grace,
         )

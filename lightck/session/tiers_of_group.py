@@ -43,8 +43,8 @@ class TiersOfGroup:
         own = run_of_new_training(self._drains.stores, run_id.hex()) if self._group.rank == 0 else ""
         if self._group.rank == 0 and not _RUN_ID.fullmatch(own):
             raise TierError(
-                f"A claim in the tier {str(self._drains.stores[0])!r} names a run that lightck does not write. Nothing "
-                "was changed. Choose another folder."
+                f"A claim in the tier {str(self._drains.stores[0])!r} names a run whose id has another form than "
+                "those of lightck. Nothing was changed. Choose another folder."
             )
         return bytes.fromhex(self._meeting.exchange("runs of the tiers", own.encode())[0].decode())
 
@@ -83,7 +83,7 @@ class TiersOfGroup:
         )
 
     def begin(self, interval: int) -> None:
-        """Agree with the other ranks from now on on what is sent. ``interval``: updates from one saved checkpoint to
+        """From now on, agree with the other ranks on what is sent. ``interval``: updates from one saved checkpoint to
         the next. A group of one rank agrees with nobody."""
         if self._group.world_size == 1:
             return

@@ -65,7 +65,8 @@ def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> 
 
 
 def coupled_units(optimizers: Iterable[OptimizerView]) -> frozenset[str]:
-    """Return the names of the parameters of these units."""
+    """Return the names of the sharded parameters whose optimizer is not element-wise: an update of them may need parts
+    that other ranks hold."""
     coupling = (one for one in optimizers if type(one.optimizer) not in ELEMENT_WISE)
     return frozenset(name for one in coupling for name, p in one.params if _is_sharded(p))
 
