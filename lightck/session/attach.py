@@ -346,7 +346,7 @@ def _fetch_newest_and_claim_tiers(file: PoolFile, tiers: Drains) -> None:
             capture.run_id = run_of_new_training(tiers.stores, capture.run_id)
         resume_point = None if contents is None else ResumePoint(contents.step, claim_of(contents.claim))
         if resume_point is not None and not file.was_restored_by_script:
-            warn_of_damage(file.path, newest, resume_point)
+            warn_of_damage(file.path, newest, resume_point, file.restored_incarnation)
         claimed = claim_for_session(tiers.stores, capture.run_id, resume_point)
         tiers.use_claim(claimed, resume_point, 0 if record is None else record.payload_generation)
         capture.claim = claimed.claim

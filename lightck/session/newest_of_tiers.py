@@ -87,15 +87,18 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
         )
 
 
-def warn_of_damage(path: str, newest: Candidate | None, restored: ResumePoint) -> None:
-    """Warn if a tier holds a later step of the same claim than the one that was restored: the pool held it too, so it
-    was not fetched, and then it was found damaged. ``newest``: what ``replace_pool_from_tier`` has returned."""
-    if newest is None or newest.order.claim != restored.claim or newest.order.step <= restored.step:
+def warn_of_damage(path: str, newest: Candidate | None, restored: ResumePoint, incarnation: int) -> None:
+    """Warn if a tier holds a newer checkpoint of the same claim than the one that was restored. It was not fetched,
+    because the newest checkpoint of the pool was not older; then the restore could not use that checkpoint of the pool.
+    ``newest``: what ``replace_pool_from_tier`` has returned. ``incarnation``: of the restored checkpoint."""
+    if newest is None or newest.order.claim != restored.claim:
+        return
+    if newest.order[1:] <= (incarnation, restored.step):
         return
     log.warning(
-        "lightck: step %d of the pool %r is damaged, and the training continues from step %d. The %s is intact. To "
-        "continue there, end this training, and run: lightck copy %s NEW.pool --step %d (it says how to go on)",
-        newest.order.step,
+        "lightck: the newest checkpoint of the pool %r cannot be used, and the training continues from step %d. A tier "
+        "has a newer one: %s. To continue from that one, end this training, and run: lightck copy %s NEW.pool --step "
+        "%d (it says how to go on)",
         path,
         restored.step,
         newest,

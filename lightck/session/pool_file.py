@@ -72,6 +72,9 @@ class PoolFile:
     was_restored_by_script: bool = field(init=False, default=False)
     """Whether the script has restored a checkpoint of this pool into the model before attach."""
 
+    restored_incarnation: int = field(init=False, default=0)
+    """The incarnation of the checkpoint that ``open`` has restored."""
+
     _with_state: dict[str, Entry] | None = field(init=False, default=None)
     """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
 
@@ -248,6 +251,7 @@ class PoolFile:
             strict=True,
             unused_is_drift=True,
         )
+        self.restored_incarnation = reader.checkpoint(checkpoint.record).header.incarnation
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record

@@ -884,6 +884,7 @@ def test_a_damaged_newest_checkpoint_of_the_pool_that_a_tier_holds_is_named(tmp_
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
     with session:
         assert session.step == 2
+    assert f"A tier has a newer one: step 3 of the tier {str(tier)!r}" in caplog.text
     assert f"lightck copy {tier} NEW.pool --step 3" in caplog.text
 
 
@@ -898,7 +899,24 @@ def test_a_step_that_the_script_has_restored_is_no_damage(tmp_path, caplog):
     with lightck.attach(model, pool, optimizer=optimizer, tiers=tiers, resume=True) as session:
         assert session.step == 2
         train(model, optimizer, 1, start=2)
-    assert "is damaged" not in caplog.text
+    assert "cannot be used" not in caplog.text
+
+
+def test_a_continuation_that_a_later_session_has_replaced_is_no_damage(tmp_path, caplog):
+    """The tier holds step 3 of the first session. The second one, without the tier, went on from step 1 to step 2."""
+    pool, tiers = tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)]
+    model, optimizer, session = attached(pool, tiers, slots=3)
+    with session:
+        trained(session, model, optimizer, 3)
+    model = net(64)
+    optimizer = adam(model)
+    lightck.recover(pool, model, optimizer, step=1)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True):
+        train(model, optimizer, 1, start=1)
+    model, optimizer, session = attached(pool, tiers, resume=True)
+    with session:
+        assert session.step == 2
+    assert "cannot be used" not in caplog.text
 
 
 def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_path, caplog):
@@ -918,7 +936,7 @@ def test_a_copy_of_a_step_that_is_not_the_newest_says_how_to_go_on_from_it(tmp_p
     tiers = [lightck.Tier(tier, every=1)]
     with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers) as session:
         assert session.step == 2
-        assert "is damaged" not in caplog.text
+        assert "cannot be used" not in caplog.text
         train(model, optimizer, 1, start=2)
     with lightck.attach(model, tmp_path / "two.pool", optimizer=optimizer, tiers=tiers, resume=True) as session:
         assert session.step == 3
