@@ -27,9 +27,8 @@ class Gradients:
             number writes less, and needs more space and a longer recovery. ``"auto"``: twice the ratio of bytes that an
             update changes to bytes of gradients (Adam: 2 x 3 = 6), but no more than fits into half of the free space.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
-            so that any one damaged place in the pool is survived, or the minimum, if that is larger. The minimum is
-            ``base_every``; with ``interval=i`` up to ``base_every + i - 1``, and in a group of ranks
-            ``base_every + 2 * i - 1``.
+            so that any one damaged place in the pool is survived. The minimum is ``base_every``; with ``interval=i`` it
+            is up to ``base_every + i - 1``, and in a group of ranks ``base_every + 2 * i - 1``.
         own_optimizers: also accept optimizers that are not from ``torch.optim``, if trial steps of them on stand-ins
             can be repeated with the same bits. You vouch that such a ``step`` reads nothing but the gradient, the
             options and the state of each parameter: no attribute that the loop sets, no global variable, no random
