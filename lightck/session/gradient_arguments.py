@@ -154,14 +154,26 @@ def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
 
 
 def space_advice(
-    entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, interval: int, path: str
+    entries: Iterable[Entry],
+    state_nbytes: int,
+    kind: PoolKind,
+    tried: tuple[int, int | None],
+    interval: int,
+    path: str,
+    *,
+    in_group: bool,
 ) -> str:
-    """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would."""
+    """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would. ``tried``:
+    the ``base_every`` and ``log_records`` with which it does not fit."""
     laid_out = kind.laid_out(entries)
-    free = free_beside(path)
-    for smaller in range(base_every - 1, BASE_EVERY_MIN - 1, -1):
-        if pool_nbytes(laid_out, slots=records_default(smaller, interval), state_nbytes=state_nbytes) <= free:
-            return f"With Gradients(base_every={smaller}) it fits."
+    free, (base_every, log_records) = free_beside(path), tried
+    without = "" if log_records is None else ", without log_records=,"
+    for other in range(base_every - (log_records is None), BASE_EVERY_MIN - 1, -1):
+        if problem_of(other, None, interval, in_group=in_group) is not None:
+            continue
+        records = records_default(other, interval, in_group=in_group)
+        if pool_nbytes(laid_out, slots=records, state_nbytes=state_nbytes) <= free:
+            return f"With Gradients(base_every={other}){without} it fits."
     return "No base_every makes it fit. FullState() needs less space."
 
 

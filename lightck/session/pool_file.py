@@ -369,8 +369,16 @@ class PoolFile:
             options, pool = self.arguments.save_options, pipeline.pool
             if options.gradients is None:
                 raise
-            tried_base_every = base_every_given(options.gradients) or tolerant_base_every(pool.n_slots)
-            advice = space_advice(entries, state_nbytes, pool.kind, tried_base_every, options.fixed_interval, self.path)
+            base_every = base_every_given(options.gradients) or tolerant_base_every(pool.n_slots)
+            advice = space_advice(
+                entries,
+                state_nbytes,
+                pool.kind,
+                (base_every, options.gradients.log_records),
+                options.fixed_interval,
+                self.path,
+                in_group=self.is_rank_pool,
+            )
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

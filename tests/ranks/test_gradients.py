@@ -18,7 +18,7 @@ import lightck
 from lightck.cli import main
 from lightck.cli.base import OK
 from lightck.cli.verify import pool_facts
-from lightck.errors import RankError, UnsupportedError
+from lightck.errors import NoSpaceError, RankError, UnsupportedError
 from lightck.pool.reader import open_pool
 
 from .trainings import TOPOLOGIES, Run, Topology, body, build, ddp_first, is_equal, wrapper_of
@@ -202,6 +202,19 @@ def test_too_few_records_for_a_group_are_refused(pool: Path) -> None:
     for error in errors_of(pool.parent / "pools", strategy=lightck.Gradients(base_every=4, log_records=4)):
         assert isinstance(error, ValueError)
         assert "Use at least 5" in str(error)
+
+
+def test_without_room_no_base_every_is_advised_that_a_group_cannot_have(pool: Path, monkeypatch: Any) -> None:
+    """In a group ``base_every`` is at least twice the interval."""
+
+    def no_space(*_: object, **__: object) -> None:
+        raise NoSpaceError("The folder has no room.")
+
+    monkeypatch.setattr("lightck.pipeline.current_pool.create", no_space)
+    for base_every, advice in ((8, "No base_every makes it fit"), (10, "With Gradients(base_every=9) it fits")):
+        strategy = lightck.Gradients(base_every=base_every)
+        for error in errors_of(pool.parent / "pools", strategy=strategy, interval=4):
+            assert advice in str(error)
 
 
 @pytest.mark.parametrize("first", [None, STRATEGY["strategy"]], ids=["whole", "gradients"])

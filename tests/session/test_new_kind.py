@@ -135,6 +135,18 @@ def test_an_attach_that_is_refused_leaves_the_pool_as_it_is(pool, monkeypatch):
     assert same((dict(after.model), after.optimizer), (dict(before.model), before.optimizer))
 
 
+def test_without_room_the_advice_is_not_about_a_number_that_log_records_overrides(pool, monkeypatch):
+    """The number of records is that of ``log_records``, whatever ``base_every`` is."""
+
+    def no_space(*_: object, **__: object) -> None:
+        raise NoSpaceError("The folder has no room.")
+
+    monkeypatch.setattr("lightck.pipeline.current_pool.create", no_space)
+    model, optimizer = made()
+    with pytest.raises(NoSpaceError, match=r"With Gradients\(base_every=12\), without log_records=, it fits"):
+        lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=12, log_records=40))
+
+
 def test_a_model_that_the_script_has_restored_keeps_its_pool(pool):
     saved_whole(pool)
     model, optimizer = made()
