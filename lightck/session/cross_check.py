@@ -270,15 +270,15 @@ class CrossCheck(CommitListener):
         self.capture.shares.written_whole |= new
         self.capture.use_shares(self.capture.shares)
         self._known, self._pending, self._sent, self._fully_compared_left = None, [], [], FULLY_COMPARED_FIRST
-        names = sorted(new & differing.keys())
-        if names:
+        for other in sorted({differing[name] for name in new & differing.keys()}):
+            names = sorted(name for name in new & differing.keys() if differing[name] == other)
             log.warning(
                 "lightck: ranks %d and %d have different bytes in %s at step %d, although DistributedDataParallel "
                 "or the placement of a DTensor should keep them equal (no all-reduce, a write or another memory layout "
                 "on one rank, or a fault of the hardware?). Rank %d writes them whole from the next checkpoint on. A "
                 "resume from an earlier checkpoint would give this rank rows of other ranks. If the ranks are meant "
                 "to differ, pass split=False",
-                *sorted((self.rank, differing[names[0]])),
+                *sorted((self.rank, other)),
                 listed([repr(name) for name in names], 3),
                 step,
                 self.rank,

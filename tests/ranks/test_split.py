@@ -293,6 +293,23 @@ def test_a_write_on_one_rank_is_named_and_each_rank_gets_its_own_back(pools, n_r
         assert "first.weight" in str(found)
 
 
+def test_each_tensor_is_named_with_a_rank_that_has_other_bytes_in_it(pools):
+    """Rank 0 has other bytes than rank 1 in one tensor, and than rank 2 in another."""
+
+    def on_step(model: Any, step: int) -> None:
+        rank, net = torch.distributed.get_rank(), model.module
+        if step == 1 and rank > 0:
+            (net.first.weight, net.first.bias)[rank - 1].data.add_(1.0)
+
+    first = values(run_ranks(3, life(pools, 6, model=partial(Net, 600), on_step=on_step)))
+    lines = [line for one in first for line in one.lines if "have different bytes" in line]
+    for name, written_by in (("'model/first.weight'", 1), ("'model/first.bias'", 2)):
+        named = [line for line in lines if name in line]
+        assert named
+        pairs = [line.partition("lightck: ranks ")[2].partition(" have ")[0].split(" and ") for line in named]
+        assert all(str(written_by) in pair for pair in pairs), named
+
+
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("kill", [(0, 5), (1, 5), (0, 6), pytest.param((1, 8), marks=pytest.mark.long)])
 def test_ranks_that_drift_apart_right_before_a_kill_are_exact_or_named(pools, kill, no_sync):
