@@ -114,7 +114,7 @@ def _opened(path: str, order: Order, stack: ExitStack) -> tuple[CurrentPool, Hol
         raise _written_meanwhile(path)
     if order.common is not None:
         stored = usable_by_id(writer.reader)[order.common][0]
-        holds.take_slot(writer, stored.record.slot, is_for_ranks=True)
+        holds.take_slot(writer, stored.record.slot, is_for_save=True)
     return pool, holds
 
 

@@ -42,6 +42,8 @@ class Hold:
     """Whether the user asked for this hold (``Session.pin()``)."""
     is_for_ranks: bool = False
     """Whether a relayout holds the checkpoint because other ranks may need it."""
+    is_for_save: bool = False
+    """Whether a save without a session holds the checkpoint, which must stay until the new one is committed."""
 
 
 class Holds(CommitListener):
@@ -85,11 +87,19 @@ class Holds(CommitListener):
         assert writer.slots.protected is not None, "a checkpoint was committed"
         return self.take_slot(writer, writer.slots.protected, is_pin=is_pin)
 
-    def take_slot(self, writer: PoolWriter, index: int, *, is_pin: bool = False, is_for_ranks: bool = False) -> Hold:
+    def take_slot(
+        self,
+        writer: PoolWriter,
+        index: int,
+        *,
+        is_pin: bool = False,
+        is_for_ranks: bool = False,
+        is_for_save: bool = False,
+    ) -> Hold:
         """Hold the committed checkpoint in a slot, and return the hold. Raises ``PoolIOError`` if its commit record
         cannot be read."""
         record = _commit_record_of(writer, index, writer.slots.slots[index].generation)
-        hold = Hold(record.step, record, is_pin, is_for_ranks)
+        hold = Hold(record.step, record, is_pin, is_for_ranks, is_for_save)
         with self._lock:
             self._held.append(hold)
         return hold
@@ -233,6 +243,8 @@ def _add_missing_tensors(stored: RankCheckpoint, writer: PoolWriter) -> dict[str
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
     if hold.is_for_ranks:
         what, cure = "checkpoint", "Other ranks may need it. Nothing was changed. Start all ranks again"
+    elif hold.is_for_save:
+        what, cure = "checkpoint", "Nothing was changed. Save to another path, or pass overwrite=True"
     else:
         what, cure = "pinned checkpoint", "The newest checkpoint is intact. Release the pin"
     return CorruptPoolError(

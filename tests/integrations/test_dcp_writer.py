@@ -23,6 +23,7 @@ from toys import adam, damage, everything, in_child, net, on_small_tmpfs, pool_w
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
+    CorruptPoolError,
     DriftError,
     NoSpaceError,
     NotAPoolError,
@@ -360,6 +361,17 @@ def test_a_damaged_pool_is_an_error_and_can_be_discarded(pool):
         loads_everything(PoolReader(pool))
     saved({"w": torch.zeros(2)}, pool, overwrite=True)
     assert same(loads_everything(PoolReader(pool)), {"w": torch.zeros(2)})
+
+
+def test_a_damaged_checkpoint_that_cannot_move_to_a_new_file_is_an_error_with_a_cure_that_works(pool):
+    saved({"w": torch.ones(4)}, pool)
+    damage(pool, "model/w")
+    before, larger = pool.read_bytes(), {"w": torch.ones(4), "more": torch.randn(1500, 1000)}
+    with fails(CorruptPoolError, "Nothing was changed. Save to another path, or pass overwrite=True"):
+        saved(larger, pool)
+    assert pool.read_bytes() == before
+    saved(larger, pool, overwrite=True)
+    assert same(loads_everything(PoolReader(pool)), larger)
 
 
 def test_a_second_writer_is_refused_while_the_first_one_writes(pool):
