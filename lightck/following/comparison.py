@@ -238,8 +238,8 @@ class Comparison:
             raise self._error
 
     def session_ends(self) -> None:
-        """Warn if the session made no update, although an update followed the restored checkpoint in the
-        interrupted run.
+        """Warn if the session made no update, although the interrupted run began another one after the restored
+        checkpoint. (If no loader's batch was recorded, a training forward shows this.)
 
         Then the loop has ended too early: its last batches were in the memory of the killed process, or the restored
         pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
@@ -247,13 +247,13 @@ class Comparison:
         kinds = {kind for _, kind in self._recorded}
         has_requested_batch = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)
-        # A loader's batch is recorded when the loop requests it. So a recorded batch alone does not show that an update
-        # followed.
+        # A loader's batch is recorded at the next training forward or update. So a recorded batch alone does not show
+        # that an update followed.
         is_missed = (has_requested_batch and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
         if self._is_judged or not is_missed:
             return
         log.warning(
-            "lightck: The first batch after the resume is missing: the interrupted run made another update after step "
+            "lightck: The first batch after the resume is missing: the interrupted run began another update after step "
             "%d, and in this run no update came before the session was closed. If you did not end this run early, the "
             "loop ended too soon: its batches were fetched ahead (list(loader)), it counted from 0 instead of "
             "loader.start, or the restored pass had no batch left. %s shows such loops, and how to make each exact",

@@ -149,12 +149,12 @@ def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
 
 
 def _choose(view: OptimizerView) -> tuple[int, ...] | None:
-    """Return the positions of two parameters whose gradients are read: the first and the last parameter with at most
-    one dimension, or, if every parameter has more dimensions, the first and the last of all.
+    """Return the positions of two parameters whose gradients are read: of those whose gradient can be read, the first
+    and the last with at most one dimension, or, if all of them have more dimensions, the first and the last of all.
 
     Gradients of embeddings may have rows that stay zero for many steps; gradients of biases and scales have no such
-    rows. The gradients of the first and the last layers depend on all layers. The result is empty if no parameter has a
-    gradient now, and None if the gradients are on a device."""
+    rows. The gradients of the first and the last layers depend on all layers. The result is empty if no gradient can be
+    read now, and None if the gradients are on a device."""
     flat: list[int] = []
     others: list[int] = []
     for at, (_, p) in enumerate(view.params):
