@@ -70,7 +70,7 @@ def places_of(
 
 def mean_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the mean of tensors of one dtype and shape, in this dtype. If ``tensors`` loads each of them only when it
-    is asked for, one of them is in memory at a time."""
+    is asked for, at most two of them are in memory at a time, beside the sum."""
     total, count, dtype = torch.zeros(()), 0, torch.float32
     for one in tensors:
         dtype = one.dtype
@@ -83,6 +83,6 @@ def describe_averaged(names: Sequence[str]) -> str:
     if not names:
         return ""
     return (
-        f"{listed(names, 3)} and their optimizer state differed between the ranks, and the mean over the ranks is "
+        f"{listed(names, 3)} or their optimizer state differed between the ranks, and the mean over the ranks is "
         "taken (Average in layout=)"
     )

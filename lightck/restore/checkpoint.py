@@ -152,8 +152,9 @@ class Checkpoint:
         """Restore this checkpoint into a model (and optimizers, and objects in ``state``) in place, bit for bit.
 
         Raises ``DriftError`` if checkpoint and live objects do not fit each other, and ``SessionError`` if the model
-        has an open session. Both errors are raised before anything changes. With ``strict=False`` the parts that fit
-        are restored, and ``drift`` lists what does not fit.
+        has an open session; then nothing has changed. If an optimizer, or an object in ``state``, rejects or ignores
+        its saved state, that is a ``DriftError`` too, and the model's parameters are NaN, as the message says. With
+        ``strict=False`` the parts that fit are restored, and ``drift`` lists what does not fit.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
         source = self.source
@@ -275,20 +276,20 @@ class Checkpoint:
         the pool, by its name; called once for each."""
         param_indexes = {name: i for i, name in enumerate(saved.all_names)}
         keys = keys_by_param(self.contents, saved)
-        copies: dict[str, Any] = {}
+        values_by_name: dict[str, Any] = {}
 
-        def copy_of(name: str) -> Any:
-            if name not in copies:
-                copies[name] = tensor_for(name)
-            return copies[name]
+        def value_for(name: str) -> Any:
+            if name not in values_by_name:
+                values_by_name[name] = tensor_for(name)
+            return values_by_name[name]
 
-        non_tensors = unpack_dict(saved.packed_param_state, tensor=copy_of)
+        non_tensors = unpack_dict(saved.packed_param_state, tensor=value_for)
         state: dict[object, object] = {}
         for name, index in param_indexes.items():
-            found: dict[object, object] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
+            found: dict[object, object] = {key: value_for(e.alias or e.name) for key, e in keys.get(name, {}).items()}
             if found or name in non_tensors:
                 state[index] = joined(found, non_tensors, name)
-        state |= unpack_dict(saved.packed_other_state, tensor=copy_of)
+        state |= unpack_dict(saved.packed_other_state, tensor=value_for)
         groups = [
             {**deepcopy(options), "params": [param_indexes[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)

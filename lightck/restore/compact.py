@@ -58,7 +58,7 @@ def compact(path: str, new: str, *, step: int | None, progress: Progress) -> Com
 
     Raises ``ExportExistsError`` if something lies at ``new``, what ``recover`` raises, ``UnsupportedError`` for the
     pools of ranks, or if an optimizer of another class than those of ``torch.optim`` is needed, and ``NoSpaceError``.
-    After an error there is no file at ``new``."""
+    After any error but ``ExportExistsError`` there is no file at ``new``."""
     target = pool_path(new)
     if os.path.isdir(path):
         raise UnsupportedError(
@@ -120,7 +120,7 @@ def _verify(reader: PoolReader, stored: Saved, advance: Callable[[int], None]) -
             raise DamagedError(copy.reason)
         assert copy.entries.keys() == stored.entries.keys()
         for name, entry in copy.entries.items():
-            copy.read_into(name, 0)
+            copy.read_into(name, 0)  # address 0: the bytes are verified, and not copied
             advance(entry.nbytes)
     except DamagedError as err:
         raise ExportError(

@@ -141,6 +141,7 @@ class Contents:
 
     step: int
     iteration: int
+    """Number of iterations of the loop so far. An iteration whose update a GradScaler skipped counts too."""
     event: str
     """The step event that closed the checkpoint."""
     explicit: bool
@@ -172,7 +173,7 @@ class Contents:
     entries: Mapping[str, Entry]
     stale_after: int | None = None
     """Checkpoints whose generation lies between this number and the generation of this checkpoint (both excluded) are
-    stale: they hold old bytes of a tensor. None if none is stale."""
+    stale: they hold wrong bytes of a tensor, or lead to them. None if none is stale."""
     persistent_started: bool = False
     """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False

@@ -219,14 +219,14 @@ def _recover_together(
     could not, they take the next older one."""
     failed_ids: set[CheckpointId] = set()
     rejected: list[RejectedCheckpoint] = []
-    newest: set[CheckpointId] = set()
+    found_before: set[CheckpointId] = set()
     for _ in range(_ATTEMPTS**2):  # as many as ``recover_newest`` and ``_newest`` make together
         with open_worlds(directory) as worlds:
             found: dict[CheckpointId, tuple[World, CheckpointsPerPool]] = {}
             for world in reversed(worlds):
                 found |= {id_: (world, per_pool) for id_, per_pool in common_checkpoints(world, optimizers).items()}
             own = [list(id_) for id_ in found if id_ not in failed_ids and step in (None, id_.step)]
-            has_changed, newest = set(found) != newest, set(found)
+            has_changed, found_before = set(found) != found_before, set(found)
             said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
             common = frozenset.intersection(*(frozenset(CheckpointId(*id_) for id_ in ids) for ids, _ in said))
             if not common and not any(changed for _, changed in said):

@@ -177,8 +177,8 @@ def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
 
 
 def _slice_numel(checkpoint: GradientCheckpoint) -> int:
-    """Return the number of elements of a slice (of at least float32): a slice has whole blocks, which are verified, and
-    whole pages, which are compared."""
+    """Return the number of elements of a slice. Only tensors of float32 and float64 are cut into slices. A slice of
+    either has whole blocks, which are verified, and whole pages, which are compared."""
     nbytes = math.lcm(checkpoint.reader.superblock.block, SENTINEL_PAGE)
     return nbytes * max(4 * SLICE_NUMEL // nbytes, 1) // 4
 
@@ -215,7 +215,7 @@ class _Update:
         names = (*gradient_names(parameter, has_indices=False), *gradient_names(parameter, has_indices=True))
         held = map(self.record.in_record.get, names)
         try:
-            self.record.read([(one, 0) for one in held if one is not None])
+            self.record.read([(one, 0) for one in held if one is not None])  # address 0: only verified
         except DamagedError as err:
             raise DamagedError(f"the gradient record of step {self.record.step} cannot be used: {err}") from err
 
@@ -434,8 +434,8 @@ class _NonTensorStates:
 
 
 def _non_tensor_states(record: GradientCheckpoint) -> dict[str, dict[Any, Any]]:
-    """Return parameter -> its state that is not stored as tensors, at the step of a record. (A record between two
-    checkpoints has none: an update of such state leaves no record.)"""
+    """Return parameter -> its state that is not stored as tensors, at the step of a record. (A record that is no
+    checkpoint has none: while an optimizer has such state, updates are not recorded, and each checkpoint is full.)"""
     found: dict[str, dict[Any, Any]] = {}
     try:
         for optimizer in typed(unpack_dict(record.state).get("optimizers", []), list):

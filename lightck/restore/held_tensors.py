@@ -1,9 +1,9 @@
 """The tensors that a rank held, put together from its own rows and from those that other ranks of its host wrote.
 
-``HeldTensors`` is a ``Source``, for a rank that continues from its own checkpoint. Of a tensor that the rank wrote
-whole it takes no other rank's bytes, and of one that ranks divided it takes from each of them that rank's share of the
-rows. Which ranks these are, and which rows each wrote, is in the share of the rank's own entry; the entry of the other
-rank must say the same.
+``HeldTensors`` is a ``Source``, for a rank that continues from its own checkpoint. If the rank wrote a tensor whole,
+only the rank's own bytes are read. If ranks divided a tensor, the rows that each of them wrote are read from its
+checkpoint. Which ranks these are, and which rows each wrote, is in the share of the rank's own entry; the entry of the
+other rank must say the same.
 """
 
 from __future__ import annotations

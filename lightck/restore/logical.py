@@ -238,8 +238,8 @@ def _whole_entry(entry: Entry) -> Entry:
 
 
 def refuse_shard_dependent_state(name: str, role: str) -> None:
-    """Raise ``UnsupportedError`` for optimizer state, whose shape depends on the part that a rank holds. Do nothing for
-    tensors of other roles."""
+    """Raise ``UnsupportedError`` if a tensor is optimizer state; do nothing for tensors of other roles. To be called if
+    the shape of the tensor differs between ranks, or is not that of its parameter, of which a rank holds a part."""
     if role == "optimizer":
         raise UnsupportedError(
             f"The optimizer state {name!r} cannot be loaded into ranks that hold other parts of its parameter: it has "

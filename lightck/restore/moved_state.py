@@ -1,9 +1,10 @@
 """The small state of a checkpoint of several ranks, adapted to a rank of another world.
 
-Random states are new. They follow from the run, the step, and either the states that the script has set or the number
-of the rank. Positions in loaders are adapted (``dataloader/moved_position.py``). A rank that continues the part of one
-old rank (``key=None``) keeps that rank's random states, and its own positions. All else is that of the rank whose small
-state counts (``LogicalCheckpoint.state_position``); pipeline stages are merged (``stages.py``).
+Random states are new. They follow from the run and the step; in ``attach`` also from the states that the script has
+set; in ``lightck reshard`` also from the number of the rank, unless all old ranks had the same random states. Positions
+in loaders are adapted (``dataloader/moved_position.py``). A rank that continues the part of one old rank (``key=None``)
+keeps that rank's random states, and its own positions. All else is that of the rank whose small state counts
+(``LogicalCheckpoint.state_position``); pipeline stages are merged (``stages.py``).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _positions(
     return positions, restarted
 
 
-def _as_saved(one: OptimizerContents) -> tuple[object, ...]:
+def _without_tensors(one: OptimizerContents) -> tuple[object, ...]:
     """Return the parts of an optimizer, apart from its tensors, that must be equal on all ranks."""
     return one.class_name, one.wraps, one.names, one.packed_param_state, one.packed_other_state, one.groups
 
@@ -126,7 +127,7 @@ def refuse_disagreeing_ranks(logical: LogicalCheckpoint) -> None:
         differing += [
             f"the optimizer {one.class_name} (its class, parameters, options or other state)"
             for one, other in zip(optimizers[0], of_rank, strict=False)
-            if _as_saved(one) != _as_saved(other)
+            if _without_tensors(one) != _without_tensors(other)
         ]
         differing += ["the number of optimizers"] if len(of_rank) != len(optimizers[0]) else []
     if differing:

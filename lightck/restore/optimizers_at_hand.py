@@ -18,8 +18,8 @@ class OptimizersAtHand:
     the classes of ``torch.optim``."""
 
     def __init__(self, model: object = None, optimizers: Sequence[object] = ()) -> None:
-        """``model``, ``optimizers``: as in ``recover``. They are not changed, and what is no module is ignored here:
-        the restore refuses it by name."""
+        """``model``, ``optimizers``: as in ``recover``. They are not changed. If ``model`` is not a module, both are
+        ignored here, and the restore raises ``TypeError`` later."""
         self._partial: list[tuple[str, frozenset[str], PartialOptimizer]] = []
         """Of each live optimizer: name of its class in records, names of its parameters, and the object that replays
         its steps."""

@@ -291,7 +291,7 @@ def restore_newest(
 class LiveRestore:
     """Restores one checkpoint after the other into live objects, until one of them verifies. The arguments are those of
     ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts.
-    ``layout``: says which part of its logical tensor each tensor is that is no DTensor."""
+    ``layout``: says of each plain tensor (no DTensor) which part of its logical tensor it is."""
 
     def __init__(
         self,

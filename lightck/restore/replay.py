@@ -60,8 +60,9 @@ def replay(
         check: compares a unit with what is known of it after an update. The first difference ends the replay.
         workers: how many units are replayed at the same time, where that gives the same bits; by default one for each
             processor of this process.
-        slice_numel: the number of elements of a slice; None: no slices. A slice of a gradient in a pool begins where a
-            block does, and what ``check`` compares lies in one slice.
+        slice_numel: the number of elements of a slice; None: no slices. The caller must choose it so that each slice of
+            a gradient in a pool begins where a block does, and so that no page that ``check`` compares lies in two
+            slices.
 
     Raises:
         ReplayError: an update is missing or cannot be replayed, ``check`` found a difference, or this process
@@ -128,7 +129,7 @@ class _Plan:
         """Bring one unit to the last step."""
         unit_replay = self._unit_replay(base)
         for step in unit_replay.steps():
-            with unit_replay.update(step):
+            with unit_replay.named_errors(step):
                 self._update(base.unit, step)
             unit_replay.compare(base.unit, step, None)
 
@@ -214,4 +215,4 @@ def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> Non
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # in a worker it has also set the number for threads that begin later
+        torch.set_num_threads(before)  # the workers' calls also set the number for all threads that begin later

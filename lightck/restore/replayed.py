@@ -139,13 +139,13 @@ class ReplayedCheckpoint:
         """Read and verify everything that the replay needs, without a replay. Raises ``DamagedError`` if something is
         damaged and nothing stands in for it."""
         refuse_unreadable(self._checkpoint)
-        self._checkpoint.read([(one, 0) for one in self._recorded.values()])
+        self._checkpoint.read([(one, 0) for one in self._recorded.values()])  # address 0: only verified
 
     def replay(self) -> None:
         """Replay the updates, and compare the result with the checksums of the records. Nothing of it is kept.
         Raises as ``units_at_step`` does."""
         units_at_step(self._checkpoint, self.optimizers)
-        self._checkpoint.read([(one, 0) for one in self._recorded.values()])
+        self._checkpoint.read([(one, 0) for one in self._recorded.values()])  # address 0: only verified
 
     def read_into(self, name: str, address: int) -> None:
         """As ``StoredCheckpoint.read_into``."""

@@ -116,7 +116,7 @@ def check(
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
     restored. ``unused_is_drift``: whether it counts as drift if there is no live object for a saved optimizer or for a
     saved name in ``state``. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
-    ``layout``: says which part of its logical tensor each tensor is that is no DTensor.
+    ``layout``: says of each plain tensor (no DTensor) which part of its logical tensor it is.
     """
     reshard(model)
     view = ModelView(model, layout)
@@ -211,9 +211,9 @@ def _match_tensors(
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # Either the name is not tied now, or its tensor object and that of ``live.alias`` are two objects
-                # that share memory. In the second case ``_refuse_contradiction`` compares the saved values of the two
-                # before the first write.
+                # Either the name is not tied now; or the checkpoint does not hold ``live.alias``; or the two names have
+                # two tensor objects that share memory. In the last case ``_refuse_contradiction`` compares the saved
+                # values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
 
@@ -388,7 +388,8 @@ def apply(plan: RestorePlan, source: Source) -> None:
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
         if plan.contents.step > 0:
-            vars(live.optimizer)["_opt_called"] = True  # else torch's schedulers warn that theirs is the first step
+            # Else a scheduler of torch warns at its first step that no optimizer.step() was called before it.
+            vars(live.optimizer)["_opt_called"] = True
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument

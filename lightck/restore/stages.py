@@ -2,7 +2,9 @@
 
 The small state of a checkpoint names tensors, too: those of each optimizer's groups, extra state of modules, and some
 others. Here the small states of all stages become that of the whole model, or that of a rank which holds some of its
-tensors (``HeldNames``). Numbers and objects that belong to no tensor are those of the rank whose state counts.
+tensors (``HeldNames``). What belongs to no tensor and to no optimizer is that of one rank
+(``LogicalCheckpoint.state_position``), apart from ``done`` and ``persistent_started``, which are made from those of all
+ranks. ``Contents.numbers`` is left out.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ def refuse_missing_stages(layouts: Sequence[SavedLayout | None]) -> None:
 
 def merged_state(of_ranks: Sequence[RankCheckpoint], own: RankCheckpoint, held: HeldNames | None) -> bytes:
     """Return the packed small state of the whole model; of what a rank holds, if ``held`` is given. ``own``: the
-    checkpoint of the rank whose state counts. Raises ``DamagedError``, and ``UnsupportedError`` for optimizers that
-    cannot be put together."""
+    checkpoint from which everything is taken that is not merged. Raises ``DamagedError``, and ``UnsupportedError`` for
+    optimizers that cannot be put together."""
     contents, raw = [parse(stored) for stored in of_ranks], unpack_dict(own.state)
     optimizers, kept = _optimizers(contents, held)
     built = next((one.built for one in (parse(own), *contents) if one.built is not None), None)
@@ -224,5 +226,5 @@ def refuse_tensors_without_holder(
     if left:
         raise RankError(
             f"{what} has the tensors {listed(left, 3)}, and no rank builds them, so they would be lost. Nothing was "
-            "changed. Correct the stages of the model, or the names that rename of layout= makes."
+            "changed. Correct the stages of the model, or the names that its tensors get: Layout(..., rename=...)."
         )

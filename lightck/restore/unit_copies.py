@@ -1,4 +1,4 @@
-"""Which copy of each unit a recovery of a gradient checkpoint starts from, read and verified.
+"""Find, read and verify the copy of each unit from which a recovery starts, in a pool with gradient records.
 
 A unit is a parameter with its optimizer state. Its copies are its base, its older base, and the gradient records that
 store it whole. If there is such a record, the newest one is used, and everything older is obsolete for this unit. A
@@ -174,7 +174,8 @@ class UnitCopies:
 
 
 def _first_whole(checkpoint: GradientCheckpoint) -> dict[str, int]:
-    """Return parameter -> the step of the record in which its unit lies whole, for the units that have no base."""
+    """Return parameter -> the step of the record in which its unit lies whole, for the units that have no base. (The
+    ``step`` in the row of a tensor in a record is the step before that of the record.)"""
     homes = {entry.name: entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
     return {
         unit_of(homes[checkpoint.name_of(number)]): int(row["step"]) + 1

@@ -1,8 +1,8 @@
 """The replay of one unit: whole, or slice by slice.
 
-A large unit is replayed in slices where this gives the same bits: each slice takes all updates before the next slice
-begins. So it stays in the processor's cache, several slices are replayed at the same time, and of a gradient no more
-than a slice is in memory.
+A large unit is replayed in slices where this gives the same bits. A thread makes all updates of one slice before it
+begins another slice. So the slice stays in the processor's cache, several threads can replay slices of one unit at the
+same time, and each thread reads no more of a gradient in a pool at a time than one slice.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class UnitReplay:
             yield step
 
     @contextmanager
-    def update(self, step: int) -> Iterator[None]:
-        """Make an update in this block. Raises ``ReplayError`` with the names of the unit and the step."""
+    def named_errors(self, step: int) -> Iterator[None]:
+        """A ``ReplayError`` that the block raises is raised with the names of the unit and of the step."""
         name = self._base.unit.name
         try:
             yield
@@ -79,28 +79,29 @@ class SlicedReplay:
         """``unit``: has the state of one optimizer. ``updates``: step -> the updates of the unit in that step."""
         ((self._optimizer, state),) = unit.states.items()
         self._replay, self._unit, self._updates = replay, unit, updates
-        self._full = state_of_parameter_shape(unit.parameter, state)
-        self._rest = copied({key: value for key, value in state.items() if key not in self._full})
+        self._sliced_state = state_of_parameter_shape(unit.parameter, state)
+        self._unsliced_state = copied({key: value for key, value in state.items() if key not in self._sliced_state})
         numel = unit.parameter.numel()
         self.parts = [slice(start, min(start + slice_numel, numel)) for start in range(0, numel, slice_numel)]
         """The slices. Each is replayed once."""
 
     def replay(self, part: slice) -> None:
         """Bring one slice to the last step. May be called from several threads."""
-        rest = copied(self._rest)
+        unsliced = copied(self._unsliced_state)
         parameter = flat(self._unit.parameter)[part]
-        views = {key: flat(value)[part] for key, value in self._full.items()}
+        views = {key: flat(value)[part] for key, value in self._sliced_state.items()}
         for step in self._replay.steps():
-            with self._replay.update(step):
+            with self._replay.named_errors(step):
                 for update in self._updates[step]:
-                    rest = update.make(parameter, views, rest, part)
-            self._replay.compare(self._with(rest), step, part)
+                    unsliced = update.make(parameter, views, unsliced, part)
+            self._replay.compare(self._with(unsliced), step, part)
         if part.start == 0:
-            self._put(rest)
+            self._put(unsliced)
 
-    def _with(self, rest: dict[Any, Any]) -> Unit:
-        return Unit(self._unit.name, self._unit.parameter, {self._optimizer: {**self._full, **rest}})
+    def _with(self, unsliced: dict[Any, Any]) -> Unit:
+        return Unit(self._unit.name, self._unit.parameter, {self._optimizer: {**self._sliced_state, **unsliced}})
 
-    def _put(self, rest: dict[Any, Any]) -> None:
-        """Give the unit the state that is the same for all slices. (They have copies of what it was.)"""
-        put_into(self._unit.states[self._optimizer], rest)
+    def _put(self, unsliced: dict[Any, Any]) -> None:
+        """Put the state that is not cut into slices (such as the step count) into the unit. It is the same after the
+        replay of any slice, because each slice updates a copy of its own."""
+        put_into(self._unit.states[self._optimizer], unsliced)

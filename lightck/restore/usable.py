@@ -101,8 +101,8 @@ def parse_state(stored: Saved) -> Contents:
 
 
 def usable_checkpoints(reader: PoolReader, optimizers: OptimizersAtHand | None = None) -> Iterator[RankCheckpoint]:
-    """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones. No update
-    is replayed for it. ``optimizers``: as in ``checkpoints_of``."""
+    """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones. This
+    replays no update. ``optimizers``: as in ``checkpoints_of``."""
     stale = StaleCheckpoints()
     for stored in checkpoints_of(reader, None, optimizers):
         if isinstance(stored, RejectedCheckpoint) or stale.includes(stored.record.payload_generation):
