@@ -91,7 +91,7 @@ class SessionLoader:
     _had_training_pass = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
     _n_given_before = 0
-    """Number of batches that earlier passes took, replayed ones included (of a preview only those that it gave)."""
+    """Number of batches that earlier passes gave, those before the resume included (of a preview: only those after)."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
@@ -129,9 +129,7 @@ class SessionLoader:
             DriftError: the position lies in mid-pass of a loader that was built differently. (The length is compared at
                 the first ``iter()``, because a sampler's ``set_epoch`` comes before that.)
         """
-        self.loader = dl
-        self._host = host
-        self.name = name
+        self.loader, self._host, self.name = dl, host, name
         self._stateful = is_stateful(dl)
         self._is_accelerated_stateful = is_accelerated_stateful(dl)  # its resume: see wrapped_loader.py
         self._skips = skips
@@ -140,7 +138,7 @@ class SessionLoader:
         self._identity = identity_of(dl, self._stateful)
         self._dataloader = inner_dataloader(dl)
         workers = self._dataloader.num_workers if self._dataloader is not None else 0
-        self._in_process = workers == 0
+        self._may_draw_here = workers == 0  # whether a next() may draw random numbers for a batch in this process
         self._persistent = workers > 0 and self._dataloader is not None and self._dataloader.persistent_workers
         self._makes_checksums = not self._stateful
         self._tensor_checksums: TensorChecksums = {}  # of the last batch
@@ -311,10 +309,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up: the loop has left a pass that was no preview; or (if the saved
-        pass had updates) the present pass has made an update; or (otherwise) any update was made since the restore, or
-        the present pass evaluates. If no pass has begun in this process, nothing is dropped; but after an update a
-        saved pass without updates is counted as finished."""
+        """Drop the restored position if the loop has left a pass that was no preview. If the saved pass had updates,
+        drop it also after an update in the present pass; otherwise also after any update since the restore, or if the
+        present pass evaluates. Without a present pass nothing is dropped. But after an update, a saved pass without
+        updates is counted as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -358,8 +356,9 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position if the loop has left a pass since the restore. Call if a ``next()`` closed
-        the checkpoint: its position includes the passes before the loop, and this run has just made them again."""
+        """Return to the restored position if the loop has left a pass since the restore. To be called if a ``next()``
+        closed the restored checkpoint. Then the saved positions include the passes that the script made before its
+        loop, and this run has just made these passes again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return
@@ -438,9 +437,10 @@ class SessionLoader:
         self._pass = pass_
         self.reused.begins()
         pass_.sharing = sharing_of(self.loader)
-        self._in_process = may_draw_here(self.loader, self._dataloader, inner)
-        self._prefetches = self._in_process and not self._stateful and may_prefetch(inner)
-        self._watch = None if self._risk or self._stateful else watch_sampler(inner, self._in_process, self._generators)
+        self._may_draw_here = may_draw_here(self.loader, self._dataloader, inner)
+        self._prefetches = self._may_draw_here and not self._stateful and may_prefetch(inner)
+        is_watched = not (self._risk or self._stateful)
+        self._watch = watch_sampler(inner, self._may_draw_here, self._generators) if is_watched else None
         return PassIterator(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> PassIterator:
@@ -537,7 +537,7 @@ class SessionLoader:
         self._host.loader_next(self)
         self._restore_rng(pass_)
         is_first = pass_.state.at_first is None and not self._stateful
-        needs_snapshot = self._in_process and (self._makes_checksums or self._prefetches)
+        needs_snapshot = self._may_draw_here and (self._makes_checksums or self._prefetches)
         before = self._generators.snapshot() if is_first or needs_snapshot else None
         if is_first:
             pass_.state.at_first = before
@@ -586,7 +586,7 @@ class SessionLoader:
             state.checksum = checksum_of(batch, self._tensor_checksums)
             self._makes_checksums = state.checksum is not None  # if not, later batches cannot be compared
         state.before_last = state.last if self._prefetches else None
-        state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
+        state.last = before if self._may_draw_here and (self._makes_checksums or self._prefetches) else None
 
     def _finish(self, batches: PassIterator) -> None:
         batches.inner = None

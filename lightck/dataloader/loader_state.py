@@ -53,8 +53,8 @@ class OwnGenerators:
 
     def may_be_drawn_late(self) -> bool:
         """Whether a sampler may choose samples with draws after the beginning of a pass. torch's samplers draw all at
-        the beginning, but for a ``RandomSampler`` with replacement, or with more samples than the dataset has. (One
-        without draws once more at the end, and uses nothing of that.)"""
+        the beginning, but for a ``RandomSampler`` with replacement, or with more samples than the dataset has. (Without
+        replacement it draws once more at the end, and uses nothing of that draw.)"""
         if not len(self):
             return False
         samplers = _parts(self._loader, _SAMPLERS)[len(wrapper_chain(self._loader)) :]

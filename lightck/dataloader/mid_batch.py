@@ -1,10 +1,10 @@
 """Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-Two signs show that a checkpoint closes within a batch. The first sign: an event other than ``next()`` and
-``end_step()`` closes the checkpoint in mid-pass. Then the loop has not finished its batch, or it has fetched the next
-batch in eval mode, in which ``next()`` closes nothing. The second sign: no loader fetches anything between two
-boundaries, so both boundaries lie within one batch. The second sign counts only when it was seen on two batches,
-because a loop may train on batches from elsewhere after the last batch of a loader.
+Two signs show that a checkpoint closes within a batch. The first sign: a forward, or the pre-step hook of the next
+update, closes the checkpoint in mid-pass. Then the loop has not finished its batch, or it has fetched the next batch in
+eval mode, in which ``next()`` closes nothing. The second sign: no loader fetches anything between two boundaries, so
+both boundaries lie within one batch. The second sign counts only when it was seen on two batches, because a loop may
+train on batches from elsewhere after the last batch of a loader.
 
 If some loaders fetch between two boundaries and another loader does not, perhaps the loop takes a batch of this other
 loader only in some iterations. Such a loop is correct, unless whole passes of one loader run inside a batch of another.

@@ -1,7 +1,8 @@
 """DataLoaders with persistent workers that no session loader wraps.
 
-Such a loader draws from torch's global generator in its first pass of each process, when its workers start, and not in
-later passes. So the interrupted run and the resumed run draw at different times, and all later random numbers differ.
+Such a loader draws the seed of its workers from torch's global generator in its first pass of each process, when its
+workers start, and not in later passes. So the interrupted run and the resumed run draw at different times, and all
+later random numbers differ.
 (For a session loader this is no problem: its position includes the random state from which its workers started.)
 """
 
@@ -28,7 +29,7 @@ start."""
 
 
 def draws_once(loader: object) -> bool:
-    """Whether the loader's first pass draws from the global generator, and its later passes do not."""
+    """Whether the loader draws its workers' seed from the global generator in its first pass, and not in later ones."""
     if getattr(loader, "generator", None) is not None or getattr(loader, _RESTORED, False):
         return False
     return bool(getattr(loader, "persistent_workers", False))

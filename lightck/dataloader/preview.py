@@ -80,7 +80,7 @@ class Previews:
         return min(taken, self.expected) if self.is_resumed else taken, self.in_loop or not is_before
 
     def left(self, pass_: Pass) -> None:
-        """Count a pass that is over."""
+        """Count a pass that the loop has left, if it is a preview."""
         self.taken, self.in_loop = self.with_pass(pass_)
 
     def is_preview(self, pass_: Pass, position: Position) -> bool:

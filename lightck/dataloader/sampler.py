@@ -34,20 +34,20 @@ class SamplerWatch(Protocol):
         """Called after a fetch. Return why a replay may not be exact; None if this fetch shows no reason."""
 
 
-def watch_sampler(inner: Iterator[object], in_process: bool, own: OwnGenerators) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``; None if there is nothing to watch. ``in_process``: whether batches are
-    fetched in this process. ``own``: the generators of the loader."""
-    of_global = _watch_global_generator(inner, in_process)
+def watch_sampler(inner: Iterator[object], may_draw_here: bool, own: OwnGenerators) -> SamplerWatch | None:
+    """Return a watch for the pass of ``inner``; None if there is nothing to watch. ``may_draw_here``: whether a
+    ``next()`` may draw random numbers for a batch in this process. ``own``: the generators of the loader."""
+    of_global = _watch_global_generator(inner, may_draw_here)
     watches = [
         each for each in (of_global, _OwnGeneratorsWatch(own) if own.may_be_drawn_late() else None) if each is not None
     ]
     return _Watches(watches) if watches else None
 
 
-def _watch_global_generator(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
+def _watch_global_generator(inner: Iterator[object], may_draw_here: bool) -> SamplerWatch | None:
     """Return a watch of torch's global generator; None if batches are fetched in this process by an iterator that is
     not torch's own."""
-    if not in_process:
+    if not may_draw_here:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
     if drawn_from is None:

@@ -1,9 +1,9 @@
 """The random streams of a loader's workers: warnings at a resume that does not continue them.
 
 A worker seeds its generators when it starts, and draws from them for random augmentation. A replay fetches the earlier
-batches of the pass again, which brings new workers to the same place in their streams. Two loaders are not replayed so
-far: one whose persistent workers drew in earlier passes, and a stateful one, which skips the earlier batches by its own
-state. The state of torchdata's loader holds no random states of workers.
+batches of the pass again, which brings new workers to the same place in their streams. It does not do so for two kinds
+of loaders: one whose persistent workers drew in earlier passes, which are not replayed, and a stateful one, which skips
+the earlier batches by its own state. The state of torchdata's loader holds no random states of workers.
 """
 
 from __future__ import annotations
