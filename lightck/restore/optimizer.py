@@ -19,7 +19,7 @@ from lightck.restore.contents import Contents, OptimizerContents, empty_for, ten
 from lightck.restore.tensor_devices import MovedTensors
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state.inventory import OptimizerView
-from lightck.state.local_tensors import is_dtensor, local_of, state_of
+from lightck.state.local_tensors import as_state_of, is_dtensor, local_of
 from lightck.state.storable import dtype_from_name
 
 
@@ -42,7 +42,7 @@ def read_state(
     params = dict(live.params)
     used: set[int] = set()
     state_tensors: dict[int, torch.Tensor] = {}
-    """id of a local tensor -> what ``state_of`` returned for it, usually a DTensor. So keys that share a local
+    """id of a local tensor -> what ``as_state_of`` returned for it, usually a DTensor. So keys that share a local
     tensor also share its DTensor."""
     counts_on_device = params_with_count_on_device(saved)
     nested = MovedTensors(restored)
@@ -65,7 +65,7 @@ def read_state(
             if local is live_local:
                 new[key] = live_value
             else:
-                new[key] = state_tensors.setdefault(id(local), state_of(p, key, local))
+                new[key] = state_tensors.setdefault(id(local), as_state_of(p, key, local))
         if new or name in non_tensors:
             if name in non_tensors:
                 non_tensors[name] = nested.moved(non_tensors[name], partial(_device_of_nested, contents, name, p))

@@ -515,8 +515,8 @@ class Capture:
             state["layout"] = self._saved_layout(lives)
         if update is not None:
             state[UPDATE_KEY] = update.value
-        if self.stand_ins.not_exact:
-            state[NOT_EXACT_KEY] = self.stand_ins.not_exact
+        if self.stand_ins.inexact_reason:
+            state[NOT_EXACT_KEY] = self.stand_ins.inexact_reason
         if self.base_every is not None:
             state[BASE_EVERY_KEY] = self.base_every()
         if self.shares.cuts:

@@ -356,7 +356,7 @@ class ReplicaUpdates(StepListener):
                     live.stand_in = StandIn(copy, group)
 
     @property
-    def not_exact(self) -> str:
+    def inexact_reason(self) -> str:
         if not any(one.is_on_device for one in self._replicas.values()):
             return ""
         drift, name = self._meter.replica_drift, self._meter.replica_drift_tensor

@@ -43,8 +43,9 @@ class SparseGradient:
 
 
 Gradient = torch.Tensor | SparseGradient | None
-"""None: the parameter had no gradient, which is not a gradient of zeros. A dense gradient keeps its strides, because
-the bits of the update depend on them if its dtype is narrower than float32."""
+"""None: the parameter had no gradient, which is not a gradient of zeros (or one that is not recorded: see
+``ConsumedStep``). A dense gradient keeps its strides, because the bits of the update depend on them if its dtype is
+narrower than float32."""
 
 
 class SlicedGradients(Mapping[str, Gradient]):
@@ -52,7 +53,7 @@ class SlicedGradients(Mapping[str, Gradient]):
 
     @abstractmethod
     def is_absent(self, name: str) -> bool:
-        """Whether a parameter had no gradient."""
+        """Whether a parameter had no gradient, or one that is not recorded (see ``ConsumedStep``)."""
 
     @abstractmethod
     def layout(self, name: str) -> torch.Tensor | None:
@@ -84,10 +85,11 @@ class ConsumedGroup:
 class ConsumedStep:
     """What one call of one optimizer's ``step`` consumed.
 
-    optimizer: the index of the optimizer among the followed ones. class_name: the name of its class. gradients: the
-    name of every parameter of every group -> its gradient, or None if it had none. (A missing name is an error. It does
-    not mean that there was no gradient.) The mapping may read a gradient at its first use. grad_scale, found_inf: the
-    attributes that a GradScaler sets for a fused optimizer, or None.
+    optimizer: the index of the optimizer among those that the session follows (``optimizer_wrappers.py``). class_name:
+    the name of its class. gradients: the name of every parameter of every group -> its gradient; None if it had none,
+    or if its gradient is not recorded, because its unit lies whole in each checkpoint. (A missing name is an error, and
+    means neither of these.) The mapping may read a gradient at its first use. grad_scale, found_inf: the attributes
+    that a GradScaler sets for a fused optimizer, or None.
     """
 
     optimizer: int
@@ -120,7 +122,8 @@ def _by_value(value: object) -> object:
     if is_immutable(value):
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)  # SGD checks this of lr
+        # SGD computes in another way if lr is a tensor with requires_grad, so the copy keeps this flag.
+        return value.detach().clone().requires_grad_(value.requires_grad)
     if type(value) is list:
         return [_by_value(each) for each in value]
     if type(value) is dict:

@@ -44,8 +44,9 @@ class DeviceTransfer(Protocol):
         that is enqueued after this call may change the tensors."""
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Copy bytes of a tensor to host memory now, without waiting for pending work of the computation, and return
-        the copy. ``start``: the first byte; ``nbytes``: how many bytes (None: all from ``start`` on)."""
+        """Copy bytes of a tensor to host memory now, and return the copy. This waits for the copies that ``send`` has
+        enqueued (and for what these wait for), but for no other pending work of the computation. ``start``: the first
+        byte; ``nbytes``: how many bytes (None: all from ``start`` on)."""
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         """Do what ``send_in_order`` does, but copy into memory of the same device, and return nothing."""

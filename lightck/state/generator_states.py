@@ -18,8 +18,8 @@ OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | r
 
 
 def is_own_generator(value: object) -> bool:
-    """Whether the object is a random generator whose state can be saved, and none of the global generators, which
-    ``rng.py`` saves. (A subclass of ``random.Random`` may have no state, as ``SystemRandom``.)"""
+    """Whether the object is a random generator whose state can be saved, and none of the global generators of the CPU,
+    which ``rng.py`` saves. (A subclass of ``random.Random`` may have no state, as ``SystemRandom``.)"""
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
     if isinstance(value, (np.random.Generator, np.random.RandomState)):

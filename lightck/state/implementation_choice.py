@@ -1,10 +1,10 @@
 """Which code updates each parameter of a group: the for-loop, foreach or fused implementation of ``torch.optim``; and
 whether it changes the gradients.
 
-An option that is None lets torch choose at each step, by the parameters that have a gradient then. If one parameter
-were updated alone, torch could choose other code than in the training, which computes other bits. So the choice is made
-here, before the update, from the whole group. Source: ``_default_to_fused_or_foreach`` and the functional form of each
-optimizer in torch 2.13; the tests compare with the code that torch really calls.
+If the options ``foreach`` and ``fused`` are None, torch chooses at each step, by the parameters that have a gradient
+then. If one parameter were updated alone, torch could choose other code than in the training, which computes other
+bits. So the choice is made here, before the update, from the whole group. Source: ``_default_to_fused_or_foreach`` and
+the functional form of each optimizer in torch 2.13; the tests compare with the code that torch really calls.
 """
 
 from __future__ import annotations

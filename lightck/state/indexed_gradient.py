@@ -1,7 +1,8 @@
 """The indexed form of a dense gradient, in which most elements are zero: the positions and values of the others.
 
 It has the elements whose *bits* are not zero, so a zero with a sign is one of them. Hence the gradient that is made
-from its indexed form has the same bits. It does not matter who has changed the gradient, and how.
+from its indexed form has the same bits. The form is made from the gradient itself, and not from the indices that a
+forward used, so it is right too if a hook or clipping has changed the gradient.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def problem_of(form: IndexedGradient, numel: int) -> str | None:
     elements of the gradient."""
     indices, values, count = form
     if indices.dtype != INDEX_DTYPE or values.dtype not in BITS or indices.dim() != 1:
-        return "its indices or values have another form"
+        return "its indices or values have a wrong dtype or number of dimensions"
     if indices.shape != values.shape or not 0 <= count <= len(indices):
-        return "it does not have as many indices as values"
+        return "its indices, its values and its count do not fit each other"
     used = indices[:count]
     if count and not (int(used[0]) >= 0 and int(used[-1]) < numel and bool((used[1:] > used[:-1]).all())):
-        return "its indices are out of order"
+        return "its indices are not ascending positions of the gradient"
     return None

@@ -46,7 +46,8 @@ run with the wrapper and one without it use the same names."""
 class Live:
     """One tensor as it is now.
 
-    ``role``: "param", "buffer", "optimizer" or "state". ``owner``: the dict of a module or of optimizer state that
+    ``role``: "param", "buffer", "optimizer" (a tensor of optimizer state), "state" (a large tensor of the other state,
+    for example of an object in ``state=``) or "gradient". ``owner``: the dict of a module or of optimizer state that
     holds the tensor, under ``key``; None if no such dict holds it (a copy, or a parameter that only an optimizer has).
     ``layer``: number of the tensor's module in the order of the module tree, from 0; -1 if it has none. ``alias``: the
     name under which the tensor's bytes are saved; None if they are saved under ``name``.
@@ -177,8 +178,8 @@ class ModelView:
         """Ids of the parameter dicts of the modules for which ``fully_shard`` was called, and of those below them."""
         layers: dict[int, int] = {}
         self.local_names: dict[str, str] = {}
-        """Name of each tensor and extra state -> its name in this model; without the prefix ``model/``. (A layout may
-        rename.)"""
+        """Name in the pool -> name in this model, of each tensor and extra state; both without the prefix ``model/``.
+        (A layout may rename.)"""
         for prefix, module in clean_prefixes(self.model):
             refuse_torchscript(prefix, module)
             if is_fully_sharded(module):
@@ -269,8 +270,8 @@ class ModelView:
 
     @property
     def buffer_places(self) -> Sequence[tuple[dict[str, Any], str, str, str, int]]:
-        """Owner and key, name, role and layer of each place of a persistent buffer: another list after each search for
-        them."""
+        """Owner, key, name, role and layer of each place of a persistent buffer. Each search for places makes a new
+        list, so the same list object means that nothing was searched again."""
         return self._registered_buffers
 
     @property
@@ -435,7 +436,7 @@ class OptimizerView:
             self._has_warned_removed = warn_of_removed(self.optimizer, self._ids_of_all_params - present)
 
     def rename(self, names: dict[int, str]) -> None:
-        """``refresh``, if a parameter has another name in ``names``: modules have exchanged parameters."""
+        """Do ``refresh`` if a parameter has another name in ``names``, because modules have exchanged parameters."""
         if any(names.get(id(p), name) != name for name, p in self.params):
             self.refresh(names)
 
@@ -544,15 +545,16 @@ def param_of(name: str) -> str:
 
 def unit_of(entry: Entry | Live) -> str:
     """Return the name of the parameter to whose unit (the parameter with its optimizer state) an entry belongs.
-    ``entry``: of a parameter, of optimizer state, or of a residual that lies in a home."""
+    ``entry``: of a parameter, of optimizer state, or of what ``TopK`` has left out of a parameter's gradients
+    (``RESIDUAL_PREFIX``)."""
     if entry.role == "state":
         return entry.name.removeprefix(RESIDUAL_PREFIX)
     return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
 
 
 def entry_of(live: Live) -> Entry:
-    """Return the entry of a tensor in the layout table. Raises ``StateValueError`` for a tensor that cannot be
-    stored."""
+    """Return the entry that describes a tensor in a pool's layout table (``pool/format/layout.py``: which tensors have
+    extents, and where). Raises ``StateValueError`` for a tensor that cannot be stored."""
     tensor = live.tensor
     refuse_unstorable(live.name, tensor)
     shape = tuple(tensor.shape)

@@ -96,7 +96,7 @@ def has_placements_of(param: torch.Tensor, key: object, local_shape: Sequence[in
     return bool(local_shape) or key not in _PLAIN_SCALARS
 
 
-def state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Tensor:
+def as_state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Tensor:
     """Return ``local`` as the state of a parameter under ``key``. If the parameter is a DTensor whose local tensor has
     the same shape, this is a DTensor with the mesh and the placements of the parameter, as torch's optimizers create
     it. Other state, such as a step count, is returned unchanged."""
@@ -110,10 +110,10 @@ def state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Ten
 
 
 def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
-    """Raise ``UnsupportedError`` for state that ``state_of`` would not restore as it is: a plain tensor where
-    ``state_of`` makes a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. To be called
-    if the parameter or the value is a DTensor. ``name``: the name of the state."""
-    restored = state_of(param, key, local_of(value))
+    """Raise ``UnsupportedError`` for state that ``as_state_of`` would not restore as it is: a plain tensor where
+    ``as_state_of`` makes a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. To be
+    called if the parameter or the value is a DTensor. ``name``: the name of the state."""
+    restored = as_state_of(param, key, local_of(value))
     is_same = is_dtensor(value) == is_dtensor(restored)
     if is_dtensor(value) and is_dtensor(param) and value.device_mesh == param.device_mesh:
         _refuse_other_placements(name, param, value)

@@ -36,8 +36,8 @@ def neutral_settings() -> Iterator[None]:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Use float32 as the default dtype, in all threads, during the block. (Optimizers create state of it. Of updates
-    that were made with another one, nothing is recorded.)"""
+    """Use float32 as the default dtype, in all threads, during the block. (Optimizers create state in the default
+    dtype. Updates that were made with another default dtype are not recorded.)"""
     before = torch.get_default_dtype()
     if before is torch.float32:
         yield
@@ -60,7 +60,7 @@ def settings_reason(kind: type[Optimizer]) -> str:
     if any(map(torch.is_autocast_enabled, _device_types())):
         return "optimizer.step() runs inside torch.autocast"
     if _matmul_precision() != _HIGHEST:
-        return "torch.set_float32_matmul_precision() lowers the precision of the optimizer's matrix products"
+        return "the precision of the optimizer's float32 matrix products is not 'highest', or torch does not say it"
     return ""
 
 

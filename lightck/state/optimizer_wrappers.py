@@ -186,7 +186,7 @@ def tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects the updates that the GradScalers in ``state`` skip. To skip an update, the scaler does not call
+    """Detects the updates that the GradScalers in ``state=`` skip. To skip an update, the scaler does not call
     ``step`` (except of a fused optimizer), so no hook runs, and only the scaler's own state shows the skip. The session
     calls ``skipped`` at each event that can be a boundary."""
 

@@ -59,7 +59,7 @@ class PartialOptimizer:
     """
 
     def __init__(self, kind: type[Optimizer], attributes: Mapping[str, object]) -> None:
-        """Use ``of`` or ``of_class``."""
+        """``of`` and ``of_class`` collect the attributes. Call the constructor only to pass other ones."""
         self.kind = kind
         self.is_torch = kind in TORCH_CLASSES.values() and foreign_code(kind) is None
         self.attributes = dict(attributes)

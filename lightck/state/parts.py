@@ -1,8 +1,9 @@
 """Parts of tensors: which elements of a logical tensor a local tensor holds.
 
-A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements; so does a plain tensor for
-which a layout has a rule (``state/rules.py``). Its entry in the pool says which part it is (``pieces``), so that nobody
-takes it for the whole tensor. Only the pools of ranks that checkpoint together hold parts.
+A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements. So does a plain tensor for
+which a layout has a rule (``state/rules.py``), unless the rule says that each rank holds the whole tensor
+(``Replicated``, ``Average``). Its entry in the pool says which part it is (``pieces``), so that nobody takes it for the
+whole tensor. Only the pools of ranks that checkpoint together hold parts.
 """
 
 from __future__ import annotations

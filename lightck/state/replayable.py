@@ -23,7 +23,8 @@ from lightck.state.partial_optimizer import PartialOptimizer, without_global_hoo
 from lightck.state.torch_classes import irreproducible_reason
 
 MIN_RATIO = 1.5
-"""The least ratio of the bytes that an update changes to the bytes that it consumes. Below, gradients save nothing."""
+"""The smallest ratio of the bytes that an update changes to the bytes that it consumes. If the ratio is smaller,
+storing gradients in place of the state saves too little."""
 _PRIMES = (3, 5, 7, 2, 11, 13)
 """Sizes of a trial tensor of n dimensions: the first n."""
 _STEPS = 3
@@ -103,9 +104,9 @@ def _refused(name: str, reason: str) -> UnsupportedError:
 
 
 def _attribute_with_state(optimizer: Optimizer) -> str | None:
-    """Return the name of an attribute through which a step reaches tensors of the training, or None. (A step on chosen
-    tensors has the same attributes, and would change or read them.) Other tensors are constants, or the probe finds
-    that a step changes them."""
+    """Return the name of an attribute through which a step reaches tensors of the training, or None. (The object that
+    makes a step on chosen tensors has the same attributes, so its step would read or change those tensors.) Other
+    tensors are constants, or the probe finds that a step changes them."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in PartialOptimizer.of(optimizer).attributes.items():
         if key != "defaults" and (
@@ -193,11 +194,11 @@ class _Probe:
         options: list[dict[str, Any]],
     ) -> None:
         """Make the same step for each trial tensor separately, the last one first."""
-        numbers = [g for g, group in enumerate(self._groups) for _ in group]
+        group_of = [g for g, group in enumerate(self._groups) for _ in group]
         for number in reversed(range(len(separate))):
             (p, state), gradient = separate[number], gradients[number]
             p.grad = None if gradient is None else gradient.clone()
-            groups = [(o, [p] if g == numbers[number] else []) for g, o in enumerate(deepcopy(options))]
+            groups = [(o, [p] if g == group_of[number] else []) for g, o in enumerate(deepcopy(options))]
             PartialOptimizer(type(self._optimizer), self._attributes()).step(groups, {p: state})
 
     def _gradient(self, p: torch.Tensor, step: int, number: int) -> torch.Tensor | None:

@@ -60,31 +60,31 @@ def assign_parts(layout: Layout | None, lives: Sequence[Live]) -> None:
     optimizer state. Raises ``LayoutError``."""
     if layout is None:
         return
-    rules = _rules_by_owner(layout, lives)
+    rules = _rules_by_saved_name(layout, lives)
     parts: dict[str, Part] = {}
     for live in lives:
-        owner = live.alias or live.name
+        saved_name = live.alias or live.name
         if live.role in ("param", "buffer"):
-            part = _part(layout, rules.get(owner), live)
+            part = _part(layout, rules.get(saved_name), live)
             if part is not None:
-                live.part = parts[owner] = parts[live.name] = part
+                live.part = parts[saved_name] = parts[live.name] = part
         elif live.role == "optimizer":
-            part = parts.get(f"model/{param_of(owner)}")
+            part = parts.get(f"model/{param_of(saved_name)}")
             live.part = part if part is not None and part.shape == tuple(live.tensor.shape) else None
 
 
-def _rules_by_owner(layout: Layout, lives: Iterable[Live]) -> dict[str, Rule]:
+def _rules_by_saved_name(layout: Layout, lives: Iterable[Live]) -> dict[str, Rule]:
     """Return the rule of each tensor, under the name under which its bytes are saved. Raises ``LayoutError`` if two
     names of one tensor have different rules."""
     found: dict[str, Rule] = {}
     for live in lives:
         if not live.name.startswith("model/"):
             continue
-        rule, owner = layout.rule_of(live.name.removeprefix("model/")), live.alias or live.name
-        if rule is not None and found.setdefault(owner, rule) != rule:
+        rule, saved_name = layout.rule_of(live.name.removeprefix("model/")), live.alias or live.name
+        if rule is not None and found.setdefault(saved_name, rule) != rule:
             raise LayoutError(
-                f"The tensors {owner!r} and {live.name!r} are tied, and layout= has different rules for them: "
-                f"{found[owner]!r} and {rule!r}. Give both the same rule, or only one of them a rule."
+                f"The tensors {saved_name!r} and {live.name!r} are tied, and layout= has different rules for them: "
+                f"{found[saved_name]!r} and {rule!r}. Give both the same rule, or only one of them a rule."
             )
     return found
 

@@ -23,7 +23,8 @@ _DIGIT_BITS = 16
 PART_NUMEL = 1 << 20
 """Elements that are looked at together."""
 SMALL_NUMEL_MAX = 1 << 16
-"""The largest tensor that torch searches itself. (To count 65,536 digits takes longer.)"""
+"""The largest number of elements among which ``torch.kthvalue`` finds the k-th largest magnitude. (For so few elements,
+it would take longer to count them in 65,536 counters.)"""
 
 
 def is_selectable(gradient: torch.Tensor) -> bool:

@@ -55,8 +55,8 @@ class Shares:
         return found
 
     def applied_to_copies(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return what ``applied_to`` does, for copies that are read for this rank and not taken from live tensors:
-        their rows can have any strides."""
+        """Return what ``applied_to`` does, for entries of tensors that a restore reads for this rank. The rows need not
+        be one run of the memory of a live tensor. If their strides leave gaps, they get contiguous strides."""
         found = dict(entries)
         for name, entry in entries.items():
             cut = self._cut(entry.alias or name, entry.role, entry.shape)

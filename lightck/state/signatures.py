@@ -5,8 +5,9 @@ collected in a list first: a list of as many new objects as there are tensors wo
 
 To find and name all tensors again takes microseconds for each tensor, and usually no tensor appears or disappears for
 thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
-all tensors are still the same. Invariant: if anything differs, ``is_unchanged`` returns False, and all tensors are
-named again.
+all tensors are still the same. Invariant: if anything about them differs, ``is_unchanged`` returns False, and all
+tensors are named again. (New modules, parameters and groups are found before, by ``ModelView.refresh`` and
+``OptimizerView.has_changed``.)
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ class TensorList:
         has to be read at every boundary."""
 
     def is_unchanged(self) -> bool:
-        """Whether finding and naming all tensors again would give the same list."""
+        """Whether finding and naming all tensors again would give the same list. To be called after
+        ``ModelView.refresh`` and ``OptimizerView.has_changed``, which find new modules, parameters and groups."""
         try:
             return (
                 self._registrations.are_unchanged()

@@ -1,8 +1,9 @@
 """Stand-ins: memory that a checkpoint copies in place of a tensor, and that is complete only some time after the
 boundary.
 
-A stand-in has the bytes that its tensor has at the boundary. Who makes it (``StandIns``) sees to that, and says when
-each group of them is complete. Until the copies have ended, nothing else writes to a stand-in.
+``StandIns`` makes the stand-ins, and says when each group of them is complete. A stand-in then has the bytes that its
+tensor has at the boundary; if that is not certain, ``inexact_reason`` says why. Until the copies have ended, nothing
+else writes to a stand-in.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class StandIns(Protocol):
 
     @property
     def are_assigned(self) -> bool:
-        """Whether ``assign`` was called since something about the stand-ins has changed."""
+        """Whether ``assign`` was called after the last change of which tensors have stand-ins, and which ones."""
         ...
 
     @property
-    def not_exact(self) -> str:
+    def inexact_reason(self) -> str:
         """Why the bytes of the stand-ins may differ from those of their tensors; empty if they do not."""
         ...
 
@@ -64,7 +65,7 @@ class StandIns(Protocol):
 class _NoStandIns:
     """Each tensor is copied itself."""
 
-    are_assigned, not_exact = True, ""
+    are_assigned, inexact_reason = True, ""
 
     def prepare(self, step: int) -> None:
         pass

@@ -207,7 +207,7 @@ def class_name_of(obj: object) -> str:
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object in ``state`` yields batches, so that its position has to be read right after the update.
+    """Whether an object in ``state=`` yields batches, so that its position has to be read right after the update.
 
     Torch's DataLoaders, samplers and iterable datasets are loaders. Another iterable is a loader if it is an iterator
     or has a dataset, a batch size or a batch sampler. A history of losses, for example, is no loader.

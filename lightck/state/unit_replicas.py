@@ -48,16 +48,17 @@ def unit_tensors(lives: Iterable[Live], views: Sequence[OptimizerView]) -> Itera
             state_of[id(live.owner)].append(live)
             shared |= {param_of(live.name), param_of(live.alias)} if live.alias is not None else set()
     by_optimizer: defaultdict[int, dict[int, list[Live]]] = defaultdict(dict)
-    unreadable: set[int] = set()
+    without_copy: set[int] = set()
+    """Ids of parameters that a wrapper or a wrapped optimizer updates, or whose state is not only tensors."""
     for view in views:
         for _, p in view.params:
             state = view.optimizer.state.get(p, {})
             found = by_optimizer[id(p)][view.root] = state_of[id(state)]
             if view.wraps or view.is_wrapped or not isinstance(state, dict) or len(found) != len(state):
-                unreadable.add(id(p))
+                without_copy.add(id(p))
     for key, parameter in parameters.items():
         states = by_optimizer.get(key)
-        if not states or key in unreadable or parameter.is_frozen or unit_of(parameter) in shared:
+        if not states or key in without_copy or parameter.is_frozen or unit_of(parameter) in shared:
             continue
         tensors = [parameter, *(live for state in states.values() for live in state)]
         is_ordinary = type(parameter.registered) in (torch.Tensor, torch.nn.Parameter) and parameter.tensor.numel() > 0
@@ -74,8 +75,8 @@ def _can_be_copied(live: Live) -> bool:
 
 
 def dense_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor with its strides in host memory: itself, or a copy from its device, which must have passed
-    the work that makes the tensor."""
+    """Return a dense tensor in host memory, with its strides: the tensor itself, detached, or a copy from its device.
+    The device must have done all work that writes the tensor."""
     transfer = transfer_of(tensor)
     if transfer is None:
         return tensor.detach()
@@ -94,9 +95,8 @@ class UnitReplica:
         self.is_on_device = any(transfer_of(live.tensor) is not None for live in tensors.lives)
         self.is_current = self.was_copied = False
         self._layouts = tensors.layouts()
-        self._ids_of_state = {
-            index: [id(live) for live in state] for index, state in tensors.state_by_optimizer.items()
-        }
+        self._live_ids = {index: [id(live) for live in state] for index, state in tensors.state_by_optimizer.items()}
+        """Index of an optimizer -> ids of those of ``lives`` that are its state of the parameter."""
         parameter = tensors.lives[0].tensor
         # A class that is not of torch.optim may read the parameter's attributes.
         vars(self.copies[0]).update(vars(parameter))
@@ -112,7 +112,7 @@ class UnitReplica:
         """Whether these are the tensors of which this has copies, in the same memory."""
         if tensors is None or tensors.layouts() != self._layouts:
             return False
-        return tensors.state_by_optimizer.keys() == self._ids_of_state.keys()
+        return tensors.state_by_optimizer.keys() == self._live_ids.keys()
 
     def renew(self) -> None:
         """Copy the live tensors."""
@@ -135,8 +135,8 @@ class UnitReplica:
             self.unit.states[index].update(state)
 
     def _states(self) -> dict[int, dict[Any, torch.Tensor]]:
-        copy_of = {id(live): (live.key, copy) for live, copy in zip(self.lives, self.copies, strict=True)}
-        return {index: dict(copy_of[key] for key in keys) for index, keys in self._ids_of_state.items()}
+        item_of = {id(live): (live.key, copy) for live, copy in zip(self.lives, self.copies, strict=True)}
+        return {index: dict(item_of[one] for one in ids) for index, ids in self._live_ids.items()}
 
 
 def _new_copy(tensor: torch.Tensor) -> torch.Tensor:

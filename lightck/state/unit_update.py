@@ -41,8 +41,9 @@ _WIDE = (torch.float32, torch.float64)
 """Dtypes whose bits depend neither on the number of threads nor on slices."""
 _SLICEABLE = (Implementation.FOR_LOOP, Implementation.FOREACH)
 _FUSED_SLICE_MULTIPLE = 64
-"""Slices of so many elements, or a multiple of them, are divided into vectors and a rest by torch's fused code as the
-whole tensor is: it gives whole cache lines to each thread. The rest rounds in another way than a vector."""
+"""A number of elements. torch's fused code gives whole cache lines to each thread, and divides them into vectors and a
+remainder, which rounds in another way than a vector. If each slice begins at a multiple of this number, its elements
+are divided as in the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class UpdateInSlices:
             self._gradients.read_slice(self._name, part.start, gradient)
             return gradient
         whole = self._gradients[self._name]
-        assert isinstance(whole, torch.Tensor), "it has a layout"
+        assert isinstance(whole, torch.Tensor), "update_in_slices has checked that the gradient is dense"
         return flat(whole)[part]
 
 
@@ -174,7 +175,7 @@ def _layout(gradients: Mapping[str, Gradient], name: str) -> torch.Tensor | None
     if isinstance(gradients, SlicedGradients):
         return gradients.layout(name)
     if type(gradients) is not dict:
-        return None  # it may read the gradient each time that it is asked for it
+        return None  # another kind of mapping may read a whole gradient at each access
     found = gradients[name]
     return found if isinstance(found, torch.Tensor) and found.is_cpu else None
 
@@ -206,8 +207,8 @@ def _as_replay_error(optimizer: PartialOptimizer) -> Iterator[None]:
 
 def is_independent_of_threads(unit: Unit, optimizer: PartialOptimizer, gradient: Gradient = None) -> bool:
     """Whether the bits of the unit's updates do not depend on the number of threads, and any thread may make the
-    updates: the class is element-wise, and parameter, state and gradient are at least float32, and in the memory of the
-    processor."""
+    updates: the class is element-wise, and parameter, state and gradient are float32, float64 or int64, and in the
+    memory of the processor."""
     tensors = [unit.parameter, *(v for s in unit.states.values() for v in s.values() if isinstance(v, torch.Tensor))]
     if gradient is not None:
         tensors.append(gradient.values if isinstance(gradient, SparseGradient) else gradient)
@@ -227,8 +228,9 @@ def is_sliceable(
     slice_numel: int = 1,
 ) -> bool:
     """Whether any slice of the memory of a unit's tensors can be updated separately, with the same bits: the class is
-    element-wise, and all tensors are at least float32, and lie in memory in the same way. (A first update, which
-    creates the state, is made whole.) ``slice_numel``: slices begin at multiples of it."""
+    element-wise, and the parameter, the gradient and the state of the parameter's shape are at least float32, and lie
+    in memory in the same way. (A first update, which creates the state, is made whole.) ``slice_numel``: slices begin
+    at multiples of it."""
     is_fused = implementation is Implementation.FUSED
     return (
         bool(state)

@@ -356,11 +356,11 @@ class StoredGradients(SlicedGradients):
             return None
         (entry_name,) = gradient_names(name, has_indices=False)
         layout = self._slices.layout(entry_name)
-        # Its elements lie in the pool in the order of its own memory.
+        # If the strides are equal, the row-major order of the pool is the order of the gradient's own memory.
         return layout if layout is not None and list(layout.stride()) == found else None
 
     def read_slice(self, name: str, start: int, into: torch.Tensor) -> None:
-        assert self._slices is not None, "it has a layout"
+        assert self._slices is not None, "slices are read only of a gradient for which layout() returned a tensor"
         (entry_name,) = gradient_names(name, has_indices=False)
         self._slices.read(entry_name, start, into)
 

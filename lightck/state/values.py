@@ -1,9 +1,10 @@
 """The small state of a checkpoint as bytes: MessagePack and thirteen extension types (docs/format.md, "Small state").
 
-``unpack`` returns a packed value with its exact types, order and float bits. ``pack`` refuses a value for which this is
-impossible, and its error names the path of the value. ``unpack`` does not trust its input: damage raises
-``CorruptPoolError``, and a size is trusted only when as many bytes are present. No code and no class is ever stored or
-looked up. Large tensors are stored elsewhere, and only their names are part of these bytes.
+``unpack`` returns a packed value with its exact types, order and float bits. (Exceptions: an ``nn.Parameter`` becomes a
+tensor, a ``ConstantDict`` a dict.) ``pack`` refuses a value for which this is impossible, and its error names the path
+of the value. ``unpack`` does not trust its input: damage raises ``CorruptPoolError``, and a size is trusted only when
+as many bytes are present. No code and no class is ever stored or looked up. Large tensors are stored elsewhere, and
+only their names are part of these bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def pack(
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict(None), set,
             frozenset, deque, numpy arrays and scalars (bool, int, float, complex), strided torch tensors. Subclasses
-            are refused. At most 32 containers may be nested, the outermost included.
+            are refused, apart from ``nn.Parameter`` and ``ConstantDict``, which are unpacked as a tensor and a dict.
+            At most 32 containers may be nested, the outermost included.
         path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
         large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
             stored. The tensor is the caller's own object, on its device and in its layout. Each call has another path:
