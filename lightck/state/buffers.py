@@ -2,7 +2,8 @@
 
 The forward of the next step changes buffers. If no event closes the checkpoint before that forward, the next call of
 ``optimizer.step()`` closes it, and the checkpoint holds these copies. One call of torch copies all buffers, as long as
-every buffer is the same tensor with the same memory layout as the last time.
+all of them are dense, lie in host memory, and are the same tensors with the same memory layouts as the last time.
+Otherwise each buffer is copied by a call of its own.
 """
 
 from __future__ import annotations
@@ -48,11 +49,9 @@ class BufferCopies:
         that cannot be stored."""
         now = model.buffers_or_none()
         if model.buffer_places is not self._places or not self._is_unchanged(now):
-            self._rebuild(model, now)
-        if self._layouts is not None:
-            torch._foreach_copy_(self._copies, self._sources)
+            self._rebuild(model, now)  # it makes the copies too
         else:
-            self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
+            torch._foreach_copy_(self._copies, self._sources)
         copies = {id(live.registered): copy for live, copy in zip(self._lives, self._copies, strict=True)}
         places = zip(model.buffer_places, now, strict=True)
         return [BufferCopy(owner, key, copies.get(id(held))) for (owner, key, *_), held in places]
