@@ -151,5 +151,6 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     with torch.no_grad():
         first, second = one.double(), other.double()
         same = (first == second) | (first.isnan() & second.isnan())
-        differences = (first - second).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
+        inf = float("inf")
+        differences = (first - second).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(same, 0.0)
         return float(differences.max()) if differences.numel() else 0.0
