@@ -96,7 +96,7 @@ def device_of(entry: Entry, contents: Contents, name: str, param: torch.Tensor, 
     Usually the device is that of the parameter. It is the CPU if the state tensor was saved on the CPU, and either its
     parameter was saved on another device, or the tensor is a step count that the optimizer keeps on the CPU. torch's
     ``load_state_dict`` treats such a step count in the same way."""
-    saved_param = contents.entries.get(f"model/{name}")
+    saved_param = contents.entries.get(f"model/{name}") or contents.entries.get(name)  # the latter: ``outside/...``
     follows_param = saved_param is not None and saved_param.device == "cpu" and not is_cpu_count
     return torch.device("cpu") if entry.device == "cpu" and not follows_param else param.device
 

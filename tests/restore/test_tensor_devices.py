@@ -9,6 +9,7 @@ import torch
 from toys import same
 
 import lightck
+from lightck.restore.optimizer import device_of
 from lightck.restore.tensor_devices import MovedTensors, like_live
 
 META = torch.device("meta")
@@ -73,3 +74,16 @@ def test_the_history_of_lbfgs_comes_back(pool):
         state.clear()
     lightck.recover(pool, model, optimizer)
     assert same(optimizer.state_dict(), expected)
+
+
+def test_the_state_of_a_parameter_outside_the_model_goes_to_the_device_of_the_parameter(pool):
+    """A temperature of the loss, which no module has. ``AdamW.step`` refuses state on another device."""
+    model, temperature = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature])
+    with lightck.attach(model, pool, optimizer=optimizer):
+        (model(torch.ones(3)).sum() * temperature.sum()).backward()
+        optimizer.step()
+    contents = lightck.recover(pool).contents
+    for name, p in {"weight": model.weight, "outside/0/0/2": temperature}.items():
+        entry = contents.entries[f"optimizer/{name}/exp_avg"]
+        assert device_of(entry, contents, name, p.detach().to(META), is_cpu_count=False) == META
