@@ -47,7 +47,7 @@ from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain,
 from lightck.state.selection import BITS
 from lightck.state.signatures import ClosedStep
 from lightck.state.storable import dtype_from_name, dtype_name
-from lightck.state.update_record import gradient_names, parameter_of
+from lightck.state.update_record import gradient_names
 
 BASE_EVERY_MAX = tolerant_base_every(RECORD_SLOTS_MAX)
 Capacity = Callable[[int, int], int | None]
@@ -196,11 +196,16 @@ def updated_nbytes(laid_out: Iterable[Entry]) -> tuple[int, int]:
     """Return how many bytes an update changes, and how many bytes of gradients it consumes. ``laid_out``: the entries
     of a pool."""
     laid_out = list(laid_out)
-    gradients = [entry for entry in laid_out if entry.role == GRADIENT_ROLE]
-    updated = {parameter_of(entry.name) for entry in gradients}
+    gradients = {entry.name: entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE}
     in_homes = [e for e in laid_out if e.place == HOME_PLACE and e.role in HOME_ROLES]
-    changed = sum(entry.nbytes for entry in in_homes if unit_of(entry) in updated)
-    return changed, sum(entry.nbytes for entry in gradients)
+    changed = sum(entry.nbytes for entry in in_homes if _has_gradient(unit_of(entry), gradients))
+    return changed, sum(gradients.values())
+
+
+def _has_gradient(parameter: str, entry_names: Collection[str]) -> bool:
+    """Whether a pool has room for the gradient of a parameter. ``entry_names``: of the pool's entries of gradients."""
+    forms = (gradient_names(parameter, has_indices=one) for one in (False, True))
+    return any(all(name in entry_names for name in names) for names in forms)
 
 
 def worthwhile_base_every(laid_out: Iterable[Entry]) -> int:

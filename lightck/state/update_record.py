@@ -137,12 +137,6 @@ def names_of(gradient: CapturedGradient) -> tuple[str, ...]:
     return gradient_names(gradient.name, has_indices=gradient.sparse_shape is not None or gradient.n_used is not None)
 
 
-def parameter_of(entry_name: str) -> str:
-    """Return the name of the parameter whose gradient an entry holds, or a part of it."""
-    name = entry_name.removeprefix(GRADIENT_PREFIX)
-    return name.removesuffix("/indices").removesuffix("/values")
-
-
 def gradient_tensors(update: CapturedUpdate[G]) -> list[tuple[str, G, int]]:
     """Return what the pool stores of the gradients of an update: for each tensor the name of its entry, the gradient,
     and the number of the tensor in ``HeldGradient.tensors``. The elements of each are stored in row-major order."""

@@ -204,3 +204,22 @@ def test_a_check_of_the_bases_reads_the_records_between_checkpoints(pool, monkey
     assert "malformed" not in caplog.text
     found = lightck.recover(pool)
     assert (found.step, is_step(found, everything(model, optimizer))) == (24, True)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_may_be_named_like_the_parts_of_a_gradient(pool):
+    """The pool has the entries ``NAME/indices`` and ``NAME/values`` for a gradient that is not dense."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    for name in ("table/values", "table/indices"):
+        model.register_parameter(name, nn.Parameter(torch.randn(16, 16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        (number * torch.stack(list(model.parameters())).pow(2).mean()).backward()
+        optimizer.step()
+
+    assert wrong_steps(pool, model, [optimizer], step, 6) == []
