@@ -125,8 +125,9 @@ class LogicalCheckpoint:
         if any(part.share is not None and is_flat(part.held_pieces or ()) for part in parts):
             raise DamagedError(f"its tensor {name!r} is flat, and ranks of a host never divide such a tensor")
         entry = _whole_entry(parts[0])
-        if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
+        if any(_whole_entry(part).shape != entry.shape for part in parts):
             refuse_shard_dependent_state(name, entry.role)
+        if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
         if len({part.held_pieces is None for part in parts}) > 1:
             raise DamagedError(f"some ranks saved its tensor {name!r} as a part, and others as a whole")

@@ -173,6 +173,17 @@ def test_a_huge_logical_shape_that_no_part_covers_allocates_nothing(pools):
         lightck.recover(pools)
 
 
+def test_state_of_another_dtype_on_another_rank_is_not_called_a_part(pools):
+    """The message for a state tensor of another shape says that it belongs to a part of its parameter."""
+    parameter = by_hand.entry("model/w", (4,))
+    states = [
+        by_hand.entry("optimizer/w/exp_avg", (4,), role="optimizer", dtype=one) for one in ("float32", "bfloat16")
+    ]
+    hostile(pools, [[parameter, state] for state in states])
+    with pytest.raises(CorruptPoolError, match="'optimizer/w/exp_avg' has another shape or dtype on another rank"):
+        lightck.recover(pools)
+
+
 def test_ties_that_lead_nowhere_together_are_refused(pools):
     """Rank 0 ties a to b, and rank 1 ties c to a: together c leads to a name without bytes."""
 
