@@ -33,7 +33,7 @@ from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
 from lightck.restore.averages import describe_averaged
-from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison
+from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison, refuse_other_than_module
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
@@ -132,6 +132,7 @@ def recover_readers(
 
 
 def _tensors_of(model: nn.Module, layout: Layout | None) -> ModelTensors:
+    refuse_other_than_module(model)
     reshard(model)
     return tensors_of(model, layout)
 

@@ -184,6 +184,12 @@ def test_state_of_another_dtype_on_another_rank_is_not_called_a_part(pools):
         lightck.recover(pools)
 
 
+def test_a_model_that_is_no_module_is_a_type_error(pools):
+    hostile(pools, [[by_hand.entry("model/w", (4,))]] * 2)
+    with pytest.raises(TypeError, match=r"model is a str, not a torch\.nn\.Module"):
+        lightck.recover(pools, "model")
+
+
 def test_ties_that_lead_nowhere_together_are_refused(pools):
     """Rank 0 ties a to b, and rank 1 ties c to a: together c leads to a name without bytes."""
 
