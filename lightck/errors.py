@@ -1,5 +1,6 @@
-"""The errors of lightck, in one tree. (``lightck demo`` has one more, ``DemoError``. An argument of a wrong type or
-value raises a plain TypeError or ValueError.)
+"""The errors of lightck, in one tree. (Two more are not in it: ``DemoError`` of ``lightck demo``, and
+``SupersededError``, a ``TierClaimedError`` of ``tiers/late_drain.py``. An argument of a wrong type or value raises a
+plain TypeError or ValueError.)
 
 Each class in the tree is a ``LightckError`` and also the builtin exception in brackets, which code that does not
 import lightck can catch. Each message gives the fact, the reason and the cure, in this order.

@@ -124,8 +124,8 @@ class StepListener:
         update, in nanoseconds of CLOCK_MONOTONIC."""
 
     def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
-        """All buckets of a backward pass of DistributedDataParallel were reduced, and the layers are updated, if it is
-        a layer-wise update. ``buckets``: in the order in which their reductions began."""
+        """All buckets of a backward pass of DistributedDataParallel were reduced. If the update is layer-wise, the
+        layers are updated too. ``buckets``: in the order in which their reductions began."""
 
     def layers_abandoned(self, index: int) -> None:
         """The backward pass raised after some layers were updated. No ``step()`` will complete this update."""

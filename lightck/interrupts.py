@@ -34,8 +34,8 @@ are called directly, because the two Python functions convert to enums, which ta
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _chained: dict[int, list[Callable[..., object]]] = {}
-"""Signal number -> the user's handlers that were replaced by another handler during a deferral, newest last. Such a
-handler may keep ``_defer``, which it found installed, and call it as the handler before it (torch's of CHLD does)."""
+"""Signal number -> the user's handlers that were replaced by another handler during a deferral, newest last. The new
+handler may keep ``_defer``, which it found installed, and call it as its predecessor (torch's handler of CHLD does)."""
 _chain_depth: dict[int, int] = {}
 """Signal number -> how many of ``_chained`` are running now, each called by the one that came after it."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []

@@ -322,8 +322,8 @@ class Layout:
         rank: the number of this rank among those that hold the parts of one tensor (the tensor parallel rank).
         size: how many ranks hold the parts of one tensor.
         stage: the number of the pipeline stage of this rank.
-        stages: how many stages there are. With more than one, the ranks of different stages build different tensors,
-            and all stages together the model. A tensor that several stages have under one name is the same on all.
+        stages: how many stages there are. With more than one, the ranks of different stages build different tensors.
+            All stages together hold the model. A tensor that several stages have under one name is the same on all.
         rename: what ``rename`` returned, if names differ on this rank from those in the whole model. No name may be
             matched by two of them, and each must match at least one name. Patterns of ``rules`` match the resulting
             names.

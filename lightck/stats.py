@@ -20,8 +20,8 @@ class TierStats:
     root: str
     """The folder, or the URL."""
     step: int | None = None
-    """Step of the newest checkpoint that this session has sent. Before the first, the step of the newest checkpoint in
-    the tier from which the training may have come. None: there is none."""
+    """Step of the newest checkpoint that this session has sent. Before it has sent one: the step of the newest
+    checkpoint in the tier whose step is at most the one from which the training continued. None: there is none."""
     checkpoints: int = 0
     """The number of checkpoints that this session has sent."""
     bytes_sent: int = 0

@@ -17,7 +17,8 @@ class Claimed(NamedTuple):
 
     claim: str
     newest: Sequence[int | None]
-    """The step of the newest checkpoint from which the training may have come; None: there is none."""
+    """The step of the newest complete checkpoint whose step is at most the one from which the training continues; None:
+    there is none."""
     is_empty: Sequence[bool]
     """Whether there is no checkpoint at all."""
     has_parent: Sequence[bool]
