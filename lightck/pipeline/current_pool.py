@@ -27,7 +27,7 @@ from lightck.state.inventory import param_of
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
-Layout = dict[str, Entry]
+EntryByName = dict[str, Entry]
 """Name of a tensor -> its entry, for all tensors that get extents in a file."""
 
 
@@ -216,7 +216,7 @@ class CurrentPool:
 # -- the layout of a new file ------------------------------------------------------------------------------------------
 
 
-def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
+def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[EntryByName, list[Entry]]:
     """Return the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
     this layout, because the training's tensor of the same name has another shape or dtype now. The slots hold such
     tensors in their reserve (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``:
@@ -232,12 +232,12 @@ def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Ent
 
 
 def _fits(held: Entry, laid_out: Entry) -> bool:
-    """Whether a tensor of a held checkpoint fits the entry of the new file. (Where that lies, in a slot or in homes, is
-    decided for the new file alone, by its kind.)"""
+    """Whether a tensor of a held checkpoint fits the entry of the new file. (The places are not compared: the kind of
+    the new file alone decides whether the tensor lies in a slot or in homes.)"""
     return laid_out.can_hold(held._replace(place=laid_out.place))
 
 
-def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
+def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> EntryByName:
     """Return the entries of ``old`` that keep an extent in the new file: optimizer state of the parameters in ``now``,
     because such state may be created later. If ``now`` is empty: all entries in use, except those of the user's
     objects."""
@@ -248,7 +248,7 @@ def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
     return {name: entry for name, entry in used.items() if entry.role == "optimizer" and param_of(entry.name) in params}
 
 
-def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
+def spare_nbytes(old: PoolWriter | None, layout: EntryByName) -> int:
     """Return how many bytes a new file has for growth. Each tensor that was resized before may grow to twice its
     present size. New tensors get a sixteenth of the payload at the first relayout, an eighth at the second, and a
     quarter at every later relayout, but at least ``RESERVE_MIN`` bytes. So a training that grows at every step needs a

@@ -1,9 +1,9 @@
 """Eager copies begin before the boundary: a layer that is updated already is copied while others are still to come.
 
-A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. The updated tensors that the last
-checkpoint copied in the background are copied at once into the slot of the next checkpoint, several layers in one job
-of the engine. At the boundary an eager copy is used if the tensor is the same object with the same signature. Otherwise
-the tensor is copied again.
+A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. Those that the last checkpoint copied in
+the background are collected until they fill a job of the engine (``EAGER_JOB_NBYTES_MIN``), which copies them into the
+slot of the next checkpoint. Tensors that fill no job are copied after the boundary. At the boundary an eager copy is
+used if the tensor is the same object with the same signature. Otherwise the tensor is copied again.
 
 A loop may write to a parameter after its update without moving its version counter (``p.data.clamp_``). A copy at the
 boundary would contain that write; an eager copy does not. To find such writes, checksums of a tensor are computed right

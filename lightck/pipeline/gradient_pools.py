@@ -51,8 +51,8 @@ from lightck.state.update_record import gradient_names
 
 BASE_EVERY_MAX = tolerant_base_every(RECORD_SLOTS_MAX)
 Capacity = Callable[[int, int], int | None]
-"""From the number of elements of a gradient, and the bytes of one, to the capacity of its indexed form; None: it has no
-indexed form."""
+"""(number of elements of a gradient, bytes of one element) -> how many elements its indexed form has room for; None: it
+has no indexed form."""
 
 
 def no_capacity(_numel: int, _item_nbytes: int) -> int | None:
@@ -82,7 +82,8 @@ class GradientPools:
         self._base_every, self._interval, self._updated = base_every, interval, updated
         self._n_records, self._capacity, self._whole = n_records, capacity, whole
         self._seen_dense: set[str] = set()
-        """Names of the entries of gradients that have an indexed form, and did not fit into it before."""
+        """Names of all gradient entries that ``laid_out`` was given so far. A dense gradient among them that has an
+        indexed form did not fit into that form."""
         self._base_every_max = BASE_EVERY_MAX
         """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
@@ -179,7 +180,7 @@ class GradientPools:
             updated = np.array([name in update.updated for name in names], np.bool_)
         plan = writer.plan_record(updated, commits=closed_step.is_checkpoint)
         if plan is None and len(held) > 1:
-            return None  # other ranks need one of these checkpoints only as long as they have not committed a newer one
+            return None  # the caller waits: other ranks need one of these only until they have committed a newer one
         if plan is None:
             raise RelayoutNeededError("each of the pool's gradient records is needed")
         token = None if closed_step.tensor_list is None else closed_step.tensor_list.token

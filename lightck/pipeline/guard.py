@@ -41,7 +41,8 @@ log = logging.getLogger("lightck")
 class Rejection(NamedTuple):
     """Why a checkpoint must not commit. ``reason``: a clause for a message. ``names``: the tensors that were written.
     ``unannounced``: the write moved no version counter. ``on_device``: one of the tensors is on a device.
-    ``verified_until``: the checkpoints of later generations may hold wrong bytes too (None: this is not said).
+    ``verified_until``: generation of the last checkpoint that is known to be right; those of later generations may hold
+    wrong bytes too. None: the rejection says nothing about other checkpoints.
     ``consequence``: as for ``InFlightCheckpoint.drop``."""
 
     reason: str
@@ -235,7 +236,7 @@ class WriteGuard:
 
     def distrust(self, after: int, writer: PoolWriter) -> bool:
         """Handle updates that do not lead to the state of the training: the checkpoints of the generations after
-        ``after`` are stale, and the next checkpoint is full. Returns whether there are any."""
+        ``after`` are stale, and the next checkpoint is full. Returns whether the pool holds such stale checkpoints."""
         if all((slot.generation or 0) <= after for slot in writer.slots.slots):
             return False
         self.stale_after = after if self.stale_after is None else min(self.stale_after, after)

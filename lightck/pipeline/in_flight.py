@@ -23,10 +23,11 @@ _SOURCE_WAS_WRITTEN = (
 )
 
 
-SHARE_LEFT_MAX = 1 / 3
-"""In a group of ranks, the layers of a layer-wise update are copied while others are on the wire. If at most this share
-is left at the boundary, the training thread copies it there, and commits. The copy threads have idle priority: beside
-the next forward and backward of all ranks of a host they would get no processor for half a step."""
+FRACTION_LEFT_MAX = 1 / 3
+"""In a group of ranks, the layers of a layer-wise update are copied while the gradients of other layers are reduced. If
+at most this fraction of the bytes is left at the boundary, the training thread copies it there, and commits. The copy
+threads have idle priority: beside the next forward and backward of all ranks of a host they would get no processor for
+half a step."""
 
 
 @dataclass(slots=True)
@@ -37,11 +38,12 @@ class InFlightCheckpoint:
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """Whether no later write can reach the copies of the checkpoint. The host makes these copies at the boundary; a
-    device makes them before it does any work that is queued after the boundary."""
+    """Whether no later write can reach the copies of the checkpoint, and the step has no captured update, which the
+    validators would have to check. The host makes these copies at the boundary; a device makes them before it does any
+    work that is queued after the boundary."""
 
-    def share_left(self) -> float:
-        """Return which share of the bytes that are copied in the background is not copied yet."""
+    def fraction_left(self) -> float:
+        """Return which fraction of the bytes that are copied in the background is not copied yet."""
         nbytes = sum(live.written.nbytes for live in self.watched.lives)
         return 1 - min(self.pending.job.info().nbytes / nbytes, 1) if nbytes else 0.0
 

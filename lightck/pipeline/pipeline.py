@@ -27,7 +27,7 @@ from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions, OthersPauseError
 from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Rejection, Validator, WriteGuard, strike
-from lightck.pipeline.in_flight import SHARE_LEFT_MAX, InFlightCheckpoint, job_budget, seconds_left
+from lightck.pipeline.in_flight import FRACTION_LEFT_MAX, InFlightCheckpoint, job_budget, seconds_left
 from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
 from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
@@ -156,8 +156,9 @@ class Pipeline:
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it, and no other rank pauses.
-        When this returns, the copies at the boundary are made. In two cases this method also waits for the commit: if a
-        relayout was needed, and if the last checkpoint was given up in the pool of a rank."""
+        When this returns, the copies at the boundary are made. This method waits for the commit if a relayout was
+        needed, and if the last checkpoint was given up in the pool of a rank. It may also commit at once, on this
+        thread: if nothing is copied in the background, or if a rank has made most copies eagerly (``_release``)."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
@@ -174,7 +175,7 @@ class Pipeline:
         """Do what ``begin_checkpoint`` does if the decisions allow it. Raises ``OthersPauseError``."""
         if self._kind_change is not None and self._changes_kind(self._kind_change, closed_step):
             return
-        is_begun = self.eager.reservation is not None
+        has_eager_copies = self.eager.reservation is not None
         try:
             writer = self.pool.ready_writer()
             self.wait_policy.checkpoint_begins()
@@ -186,7 +187,7 @@ class Pipeline:
         self._newest = writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         if checkpoint.needs_no_validation:
             self._release(checkpoint, writer)
-        elif is_begun and self.decisions.is_in_group and checkpoint.share_left() <= SHARE_LEFT_MAX:
+        elif has_eager_copies and self.decisions.is_in_group and checkpoint.fraction_left() <= FRACTION_LEFT_MAX:
             self.settle(checkpoint, commits_here=True)
         if self._was_given_up and self.decisions.commits_after_give_up:
             self.finish()
@@ -212,8 +213,8 @@ class Pipeline:
             self.pool.requested_slots = self.pool.n_slots
 
     def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter, is_copied: bool = False) -> None:
-        """Release a checkpoint that needs no more validation. If all its bytes are copied and a commit does not wait
-        for a disk, commit the checkpoint on this thread, which takes less time than to wake a copy thread."""
+        """Release a checkpoint that needs no more validation. Commit it on this thread, which is faster than to wake a
+        copy thread, if its bytes are copied, no other checkpoint is in flight, and a commit waits for no disk."""
         job = checkpoint.pending.job
         is_copied = is_copied or not job.parts
         commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
@@ -257,11 +258,12 @@ class Pipeline:
         jobs_max = job_budget(self._in_flight, self._uncommitted_max) if writer.has_whole_checkpoints else 0
         with (
             self._late.beginning(writer, slot, submission, self.eager.reservation, jobs_max) as late,
-            self.staging.sending(writer, slot, submission, late.reservation, jobs_max - late.n_jobs) as (used, sent),
+            self.staging.sending(writer, slot, submission, late.reservation, jobs_max - late.n_jobs) as begun,
         ):
+            reservation, sent = begun
             watched = self.guard.watch(submission, writer)
             copy_plan = submission.copy_plan(copied, sent, late.numbers)
-            pending = writer.begin(copy_plan, slot, submission.keep_alive, used)
+            pending = writer.begin(copy_plan, slot, submission.keep_alive, reservation)
         # Only an InFlightCheckpoint ends the job and frees the slot, so nothing may raise before it is created.
         closed_step = plan.closed_step
         needs_no_validation = not (submission.background or submission.has_late) and closed_step.update is None
@@ -487,8 +489,8 @@ class Pipeline:
         return [one for one in self._in_flight if not one.pending.job.is_released]
 
     def settle(self, checkpoint: InFlightCheckpoint, commits_here: bool = False) -> None:
-        """Wait for the copies, validate the checkpoint, and release it to commit or give it up. ``commits_here``: on
-        this thread, if that does not wait for a disk."""
+        """Wait for the copies, validate the checkpoint, and release it to commit or give it up. ``commits_here``:
+        commit it on this thread, if the conditions of ``_release`` allow this."""
         self._wait_or_fail(checkpoint, COPIED)
         rejection = self.guard.validate(checkpoint, self._writer)
         for validate in self.validators:

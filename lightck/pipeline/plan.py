@@ -49,8 +49,8 @@ class TargetSlot(Protocol):
 @dataclass(frozen=True, slots=True)
 class WritePlan:
     """How one checkpoint is written. Each tensor of the step is handled in exactly one place. A tensor of
-    ``WriteTable.undecided`` is in ``at_boundary`` or in ``unchanged``. A tensor that ``WriteTable.without`` took out of
-    its table is in ``unchanged``. Every other tensor is handled by its table."""
+    ``WriteTable.undecided`` is in ``at_boundary``, ``unchanged`` or ``omitted``. A tensor that ``WriteTable.without``
+    took out of its table is in ``unchanged`` or ``omitted``. Every other tensor is handled by its table."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]

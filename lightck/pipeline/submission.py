@@ -32,7 +32,7 @@ class Submission:
         """Frozen tensors that this checkpoint writes, with their record numbers."""
         self._keep_alive: list[object] = []
         self._numbers: list[int] = []
-        """Record numbers of the tensors that ``_add_at_boundary`` added; ``_sources`` has their addresses."""
+        """Record numbers of the tensors that were added one by one; ``_sources`` has the addresses of their bytes."""
         self._sources: list[int] = []
         for live, record in plan.at_boundary:
             self._add_at_boundary(live, record)
@@ -82,7 +82,7 @@ class Submission:
 
     def copy_plan(self, *begun_elsewhere: npt.NDArray[np.int64]) -> CopyPlan:
         """Return the plan for the pool's writer. ``begun_elsewhere``: arrays with the numbers of the records that the
-        plan must not copy, because their eager copy or device transfer has begun already."""
+        plan must not copy, because their eager copy, late copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
         begun = _joined(begun_elsewhere)
         numbers, sources, at_boundary = self._copies()

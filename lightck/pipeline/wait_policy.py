@@ -37,8 +37,8 @@ _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
 (usually the training thread, at the gate) made at least the share ``_STARVED_SHARE`` of them itself, and at least
 ``_STARVED_NBYTES`` bytes."""
 _STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
-"""A trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW`` gates had a starved
-checkpoint."""
+"""While threads wait actively, a trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW``
+gates had a starved checkpoint. While they wait passively, it begins as soon as ``_next_trial`` allows."""
 _CHECKPOINTS_UNTIL_NEXT = 1000
 """Number of checkpoints from the end of the first trial to the second trial. It doubles after each trial, because
 trainings seldom change."""
@@ -78,7 +78,7 @@ class WaitPolicy:
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         """``_was_starved`` at the last gates."""
         self._checkpoints = 0
-        """Number of committed checkpoints."""
+        """Number of checkpoints that were committed, and of gradient records that were stored without a commit."""
         self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
         """No trial begins while ``_checkpoints`` is less than ``_next_trial``. At the end of a trial, ``_next_trial``
         is set to ``_trial_interval`` checkpoints later."""
@@ -108,8 +108,8 @@ class WaitPolicy:
             self._at_begin = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
-        """A checkpoint is committed. ``nbytes``: its bytes. ``nbytes_helped``: how many of these were copied by a
-        thread that waited for the copies, and not by a copy thread."""
+        """A checkpoint is committed, or a gradient record is stored. ``nbytes``: its bytes. ``nbytes_helped``: how many
+        of these were copied by a thread that waited for the copies, and not by a copy thread."""
         self._checkpoints += 1
         self._was_starved = nbytes_helped >= max(_STARVED_NBYTES, _STARVED_SHARE * nbytes)
 

@@ -147,7 +147,7 @@ class WriteTable:
 
     def without(self, left_out: Collection[int]) -> WriteTable:
         """Return a copy of this table without these record numbers, for a plan that leaves them out
-        (``WritePlan.unchanged``). ``without_bytes`` and ``undecided`` stay as they are."""
+        (``WritePlan.unchanged``, ``WritePlan.omitted``). ``without_bytes`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         in_background = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(

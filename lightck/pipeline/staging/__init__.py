@@ -9,7 +9,7 @@
                      into the slot
 
 There are three transfer methods (``methods.py``). The user may name one (``kinds.py``); otherwise ``sending.py`` tries
-all of them and keeps the best one.
+them and keeps the best one. (It tries ``Device()`` only if a checkpoint may commit after the next update.)
 
 Invariants: A device writes to host memory only while no job reads this memory, and a job reads only what has arrived. A
 slot is written only after its header says that it holds no checkpoint. No update is even queued on the device while a

@@ -146,7 +146,7 @@ class Group:
             arrival.synchronize()
         self.job.start()
 
-    def drain(self) -> None:
+    def wait_for_transfers(self) -> None:
         """Wait until no transfer of this failed group is under way."""
         for arrival in self.segment.arrivals:
             with suppress(RuntimeError):

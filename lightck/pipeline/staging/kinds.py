@@ -46,5 +46,5 @@ def check_staging(staging: Any) -> None:
         name = getattr(staging, "__name__", type(staging).__name__)
         raise TypeError(
             f"staging is {name!r}. Pass lightck.Host(), lightck.Direct() or lightck.Device(), or leave it out: then "
-            "lightck tries these methods and keeps the one that stalls the training least."
+            "lightck tries those that can help here, and keeps the one that stalls the training least."
         )

@@ -209,7 +209,7 @@ class Staging:
             self._thread.submit(groups, {transfer: transfer.mark() for transfer in transfers})
         except BaseException:
             for group in groups:
-                group.drain()
+                group.wait_for_transfers()
             raise
 
     # -- the end

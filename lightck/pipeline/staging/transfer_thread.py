@@ -82,7 +82,7 @@ class TransferThread:
                     group.part.devices[0][0].bind_thread()
                     group.send_and_start(marks)
                 except BaseException as err:
-                    group.drain()
+                    group.wait_for_transfers()
                     group.job.fail(err)
             task.groups = []
             del groups, group  # otherwise this thread would keep tensors alive until the next checkpoint
