@@ -57,7 +57,7 @@ def _facts(directory: str) -> Facts:
     try:
         with open_worlds(directory) as worlds:
             paths_of_newest_world = {reader.path for reader in worlds[0].readers.values()}
-            pools += [_pool(worlds[0].readers[rank].path) for rank in worlds[0].copies]
+            pools += [_pool(worlds[0].readers[rank].path) for rank in worlds[0].ranks_from_copies]
             if worlds[0].missing:
                 problem = str(missing_error(directory, worlds[0]))
                 if _hold_whole_tensors(worlds[0]):

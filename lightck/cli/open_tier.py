@@ -32,7 +32,7 @@ def is_of_ranks(path: str) -> bool:
 def open_tier(path: str, options: Options | None = None) -> Store:
     """Return the store of a tier. ``options``: as for ``options_of``. Raises ``TierError``, and a usage error if there
     is no tier."""
-    from lightck.ranks.directory import claims_lost, lost_claim_in
+    from lightck.ranks.directory import lost_claim_in, lost_claims_text
     from lightck.tiers.open_store import is_url, open_store
 
     if not is_tier(path, options):
@@ -40,7 +40,7 @@ def open_tier(path: str, options: Options | None = None) -> Store:
             usage_error(f"There is nothing at {path!r}. Check the path.")
         lost = None if is_url(path) else lost_claim_in(path)
         if lost is not None:
-            usage_error(f"No claim lies in {path!r}. {claims_lost(lost)}")
+            usage_error(f"No claim lies in {path!r}. {lost_claims_text(lost)}")
         cure = "" if is_url(path) else f" For a pool: lightck inspect {path}."
         usage_error(f"{path!r} is no tier: no claim lies in it.{cure}")
     return open_store(path, options_of(path, options))

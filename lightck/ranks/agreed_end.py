@@ -42,7 +42,7 @@ _WAITING_SECONDS = 0.01
 """Seconds between two looks for the numbers of the others, once there is a request."""
 _RETRY_SECONDS = 1.0
 """Seconds until a call of the store that failed is tried again."""
-_RANKS = 64
+_SLOWER_ABOVE_RANKS = 64
 """In a group of more ranks than this ``_POLL_SECONDS`` and ``_WAITING_SECONDS`` are longer in proportion."""
 _JOIN_SECONDS = 1.0
 _WITHDRAWN = -1
@@ -66,7 +66,7 @@ class EndAgreement:
         self._store, self._rank, self._requested = store, rank, requested
         self._request_key, self._decision_key = key("end-request", 0), key("end-decision", 0)
         self._passed_keys = [key("end-passed", one) for one in range(world_size)]
-        self._factor = max(1.0, world_size / _RANKS)
+        self._factor = max(1.0, world_size / _SLOWER_ABOVE_RANKS)
         self._lock = threading.Lock()
         self._n_passed = 0
         self._is_frozen = False
@@ -104,7 +104,8 @@ class EndAgreement:
         self._wants_withdrawal = True
 
     def postpone(self) -> None:
-        """Let the loop pass this point too, because it can end here on no rank. ``pass_point`` has returned False."""
+        """Let the loop pass this point too: ``pass_point`` has returned False, but no rank can end its loop here, for
+        example because the point does not lie between two steps."""
         with self._lock:
             assert self._verdict is not None, "it was decided"
             self._n_passed, self._verdict = self._n_passed + 1, self._verdict + 1

@@ -86,8 +86,9 @@ class Schedule:
     # -- the training thread
 
     def is_due(self, step: int, saved_step: int) -> bool | None:
-        """Whether a step is saved, or a skipped step after ``saved_step`` was to be saved; None: it is not known yet,
-        and the caller asks again. ``saved_step``: the step that was saved last."""
+        """Whether to save at this step: the schedule saves it, or it saves an earlier step after ``saved_step`` at
+        which nothing was saved. None: it is not known yet, and the caller asks again. ``saved_step``: the step that was
+        saved last."""
         with self._lock:
             if self._pending is not None and step >= self._pending.first:
                 return None

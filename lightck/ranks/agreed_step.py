@@ -31,8 +31,9 @@ from lightck.ranks.meet import Store
 from lightck.ranks.store_thread import SLEEP_SECONDS_MAX, StoreThread
 
 _POLL_SECONDS = 0.1
-"""How often a rank looks for a proposal. In a group of more than ``_RANKS`` ranks the time is longer in proportion."""
-_RANKS = 64
+"""Seconds between two looks for a proposal. In a group of more than ``_SLOWER_ABOVE_RANKS`` ranks the time is longer in
+proportion."""
+_SLOWER_ABOVE_RANKS = 64
 
 
 class Proposal(NamedTuple):
@@ -79,7 +80,7 @@ class StepAgreement(StoreThread):
         self._answered: Proposal | None = None
         """A proposal that this rank has answered, as long as its verdict is not known."""
         self._own_answer, self._is_answer_written = ACCEPTED, False
-        self._poll_seconds = _POLL_SECONDS * max(1.0, world_size / _RANKS)
+        self._poll_seconds = _POLL_SECONDS * max(1.0, world_size / _SLOWER_ABOVE_RANKS)
         self._begin()
 
     # -- the training thread -----------------------------------------------------------------------------

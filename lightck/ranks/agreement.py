@@ -61,7 +61,7 @@ class Report:
         """Raises ``RankError`` for the report of another release of lightck."""
         try:
             raw = msgpack.unpackb(data)
-            return cls(**{**raw, "checkpoints": tuple((at, step) for at, step in raw["checkpoints"])})
+            return cls(**{**raw, "checkpoints": tuple((incarnation, step) for incarnation, step in raw["checkpoints"])})
         except (TypeError, KeyError, ValueError) as err:
             raise RankError(
                 "The report of another rank cannot be read. All ranks must run the same release of lightck."
@@ -193,9 +193,9 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
                 "pool on another host; where all ranks hold the whole model, split=False lets each pool keep all of it."
             )
         candidates = [
-            at
-            for at, other in enumerate(reports)
-            if at not in lost and other.directory_id == reports[rank].directory_id
+            candidate
+            for candidate, other in enumerate(reports)
+            if candidate not in lost and other.directory_id == reports[rank].directory_id
         ]
         if not candidates:
             raise RankError(f"{fact}. No other rank on that host has a pool that could replace the lost one. {cure}")

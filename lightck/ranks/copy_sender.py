@@ -29,10 +29,11 @@ from lightck.ranks.link import Link, LinkError
 from lightck.ranks.rule import CheckpointId, Knowledge
 
 log = logging.getLogger("lightck")
-_PAUSE = 4.0
+_PAUSE_FACTOR = 4.0
 """The thread sleeps four times as long as it worked. So a copy takes five times as long as it could."""
 _JOIN_SECONDS = 5.0
-_STRUCK_PAUSE = 0.001
+_STRUCK_POLL_SECONDS = 0.001
+"""Seconds between two looks at whether the struck checkpoints are dropped from the copy."""
 _COMMITS_BEFORE_WARNING = 3
 """A connection that ended is reported after so many further checkpoints. At the end of a training the sessions of all
 ranks are closed, one a little before the other, which is no reason for a warning."""
@@ -119,7 +120,7 @@ class CopySender:
             for at in range(low, high, CHUNK_NBYTES):
                 began, n = time.perf_counter(), min(CHUNK_NBYTES, high - at)
                 self._send_bytes(reader, at, n)
-                pause = _PAUSE * (time.perf_counter() - began) if is_paced and not self._struck else 0.0
+                pause = _PAUSE_FACTOR * (time.perf_counter() - began) if is_paced and not self._struck else 0.0
                 if self._stop.wait(pause):
                     raise LinkError("this rank's session was closed")
         self._answer()
@@ -187,7 +188,7 @@ class CopySender:
         self._publish(frozenset())
         self._wake.set()
         while self._struck and self.failure is None and not self._stop.is_set():
-            time.sleep(_STRUCK_PAUSE)
+            time.sleep(_STRUCK_POLL_SECONDS)
         log.warning(
             "lightck: the peer copy of this rank's pool was emptied, because its checkpoints may hold old bytes of a "
             "tensor. If this rank's host is lost before the next checkpoint is copied, no copy can replace the pool"

@@ -61,7 +61,7 @@ def existing_pools(directory: str) -> list[Path]:
     if not paths:
         lost = lost_claim_in(directory)
         if lost is not None:
-            raise PoolPathError(f"{directory!r} holds no pool of a rank. {claims_lost(lost)}")
+            raise PoolPathError(f"{directory!r} holds no pool of a rank. {lost_claims_text(lost)}")
         if any(_CLAIM.fullmatch(each.name) for each in Path(directory).iterdir()):
             raise PoolPathError(
                 f"{directory!r} is a tier, and this needs a pool. Make one from its newest checkpoint: lightck copy "
@@ -74,8 +74,8 @@ def existing_pools(directory: str) -> list[Path]:
     return paths
 
 
-def claims_lost(folder: str) -> str:
-    """Say that a tier is unusable. ``folder``: the name of the folder of a claim in it."""
+def lost_claims_text(folder: str) -> str:
+    """Return a text that says why a tier is unusable. ``folder``: the name of the folder of a claim in it."""
     return (
         f"It looks like a tier whose claim files are missing: {folder}/claim.json is no file, and without one nothing "
         "reads the tier. Put the claim files back, from a copy of the tier, or name another place."
@@ -83,7 +83,8 @@ def claims_lost(folder: str) -> str:
 
 
 def lost_claim_in(directory: str) -> str | None:
-    """Return the name of the folder of a claim in a directory in which no claim file lies; None if there is none."""
+    """If a directory has folders of claims, and none of them has its claim file, return the name of the first one.
+    Otherwise return None."""
     try:
         claims = sorted(each.name for each in Path(directory).iterdir() if _CLAIM.fullmatch(each.name))
     except (OSError, ValueError):  # a path with a NUL
@@ -110,7 +111,7 @@ class World:
         return [rank for rank in range(self.world_size) if rank not in self.readers]
 
     @property
-    def copies(self) -> list[int]:
+    def ranks_from_copies(self) -> list[int]:
         """The ranks whose pools are missing, and for which a peer copy was opened instead."""
         return [rank for rank, reader in self.readers.items() if is_peer_copy(reader.path)]
 

@@ -1,7 +1,7 @@
 """What a rank learns of its group while training runs, by reading the commit logs in the pools of other ranks.
 
-A rank reads the pools of the ranks on its host, so these ranks send no messages. What the ranks on other hosts have, a
-helper thread learns (``ranks/publication.py``). ``GroupRule`` makes the rule of ``ranks/rule.py`` a decision of the
+A rank reads the pools of the ranks on its host, so these ranks send no messages. A helper thread learns what the ranks
+on other hosts have (``ranks/publication.py``). ``GroupRule`` makes the rule of ``ranks/rule.py`` a decision of the
 pipeline: it holds the slots of this rank's pool that must not be overwritten yet. If it holds all slots, the rank waits
 until it has learnt that one of them may be overwritten.
 
@@ -94,7 +94,7 @@ class Neighbour:
                     return self._reader.checkpoint(record)
         return None
 
-    def may_still_have(self, checkpoint_id: CheckpointId) -> bool:
+    def may_still_get(self, checkpoint_id: CheckpointId) -> bool:
         """Whether the pool may yet get a checkpoint that it does not hold now: it may if all that it holds are older.
         If the pool has moved to a new file, that file is read from now on."""
         self.look_for_new_file()
@@ -106,7 +106,7 @@ class Neighbour:
         if self._reader.container.is_current():
             return
         try:
-            reader = open_pool(self._reader.path, gradients=True)  # only the commit log is read
+            reader = open_pool(self._reader.path, gradients=True)  # its commit log is read whatever kind of pool it is
         except PoolError as err:  # the rank itself will find that its pool was removed or damaged
             log.debug(
                 "lightck: the pool of rank %d cannot be opened now, so this rank does not see newer checkpoints in "
@@ -238,7 +238,7 @@ class GroupRule(CommitListener):
 
     def keep_copies(self, sender: CopySender, every: int) -> None:
         """Copy checkpoints to another host from now on, as ``Knowledge`` says. ``follow`` was called before. ``every``:
-        0 if rank 0 chooses it (``CopyCadence``)."""
+        the number of steps between two copies; 0: rank 0 chooses it (``CopyCadence``)."""
         assert self._publication is not None, "copies lie on other hosts"
         self.sender = sender
         self._publication.expects_copy_every = every == 0
@@ -334,7 +334,7 @@ class GroupRule(CommitListener):
         slot = writer.slots.slots[writer.slots.protected or 0]
         assert slot.generation is not None, "it was committed just now"
         generations = {one.generation for one in writer.slots.slots}
-        self._ids = {at: one for at, one in self._ids.items() if at in generations}
+        self._ids = {generation: one for generation, one in self._ids.items() if generation in generations}
         newest = CheckpointId(writer.incarnation, step)
         self._ids[slot.generation] = newest
         own = reported(self._ids.values(), self.knowledge.adoption)

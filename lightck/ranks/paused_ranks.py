@@ -14,10 +14,10 @@ connection of its own. It reads only while the training thread of its rank waits
 training thread never uses the store.
 
 *Invariant.* A rank withdraws its pause only after a commit, and a rank that gave a checkpoint up commits the next one
-within its boundary (``commits_within_boundary``). So when a rank that waits sees that nobody pauses, each rank that had
-paused has committed a checkpoint that is newer than what the waiting rank holds, and it lacks some checkpoint that the
-waiting rank holds. So the waiting rank finds a slot (``never_common``). ``tests/ranks/test_pausing.py`` runs this
-through every interleaving of small groups, with news that come late.
+within its boundary (``commits_within_boundary``). So when a rank that waits sees that nobody pauses, two things hold
+for each rank that had paused: it has committed a checkpoint that is newer than what the waiting rank holds, and it
+lacks some checkpoint that the waiting rank holds. So the waiting rank finds a slot (``never_common``).
+``tests/ranks/test_pausing.py`` runs this through every interleaving of small groups, with news that come late.
 
 *Failure cases.* A rank is closed after it gave its last checkpoint up: it pauses for ever, and none waits for it. The
 store fails: the helper tries again each second. A rank that waits until its timeout raises as if no rank paused. The

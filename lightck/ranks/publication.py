@@ -1,7 +1,8 @@
 """What ranks on several hosts tell each other while training runs, through the key-value store of the process group.
 
-Ranks on one host read each other's pools (``neighbours.py``). Those of other hosts they cannot read, so each rank also
-publishes what its own pool holds. A helper thread of each rank does all this; the training thread never uses the store.
+Ranks on one host read each other's pools (``neighbours.py``). They cannot read the pools on other hosts, so each rank
+also publishes what its own pool holds. A helper thread of each rank does all this; the training thread never uses the
+store.
 
 *Data flow.* When a checkpoint is committed, the training thread leaves the new ``PoolView`` with the helper, which
 writes it into the store. The helper of rank 0 reads the views of all ranks and writes what they have *together*, as one
@@ -32,9 +33,9 @@ from lightck.ranks.store_thread import SLEEP_SECONDS_MAX, StoreThread
 log = logging.getLogger("lightck")
 _UNCHANGED_SECONDS = 0.25
 """After so many seconds without news from rank 0, a helper reads the views of all ranks itself, and again after each
-further such period. In a group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them
-reads that many values."""
-_RANKS = 64
+further such period. In a group of more than ``_SLOWER_ABOVE_RANKS`` ranks the time is longer in proportion, because
+each of them reads that many values."""
+_SLOWER_ABOVE_RANKS = 64
 
 
 def packed(view: PoolView) -> bytes:
@@ -74,7 +75,7 @@ class Publication(StoreThread):
         self.copy_every: int | None = None
         """The number of steps between two copies, once this rank has learnt it from rank 0."""
         self._own, self._published = own, PoolView.of(())
-        self._unchanged_seconds = _UNCHANGED_SECONDS * max(1.0, world_size / _RANKS)
+        self._unchanged_seconds = _UNCHANGED_SECONDS * max(1.0, world_size / _SLOWER_ABOVE_RANKS)
         self._read_at = time.monotonic()
         """When this rank last had news, published some, or read the views of all ranks."""
         self._begin()

@@ -1,8 +1,9 @@
 """A helper thread of a rank that uses the key-value store of the process group, so that the training thread never does.
 
 A subclass says in ``_exchange`` what is written and read, and in ``_longest_sleep`` how often. The thread sleeps while
-there is nothing to do. While it waits for news its sleeps double, so the wait is at most about doubled. If the store
-fails, the thread tries again each second.
+there is nothing to do. While it waits for news, each sleep is twice as long as the one before, up to a limit. So it
+learns the news after at most about twice the time that they took to come. If the store fails, the thread tries again
+each second.
 """
 
 from __future__ import annotations

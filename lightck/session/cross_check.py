@@ -257,7 +257,7 @@ class CrossCheck(CommitListener):
                 found, whole_there = _compared(reads, stored)
                 differing |= dict.fromkeys(found, rank)
                 whole |= whole_there
-            elif neighbour.may_still_have(checkpoint_id):
+            elif neighbour.may_still_get(checkpoint_id):
                 left += reads
         self._pending = left
         if differing or whole:

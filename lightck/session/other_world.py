@@ -146,7 +146,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, tensors, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
-        from_peer_copies = [] if choice.world is None else choice.world.copies
+        from_peer_copies = [] if choice.world is None else choice.world.ranks_from_copies
         if from_peer_copies and group.rank == 0:
             _report_copies(from_peer_copies, max(choice.common).step, f"in {os.path.join(directory, PEER_COPIES)!r}")
         paths = _new_paths(directory, choice, group)
@@ -459,7 +459,7 @@ def _choose(
     common = [common_checkpoints(world) for world in worlds]
     newest: list[tuple[CheckpointId, bool, bool, int]] = []
     for number, world in enumerate(worlds):
-        is_own = world.world_size == group.world_size and world.world_id not in not_own and not world.copies
+        is_own = world.world_size == group.world_size and world.world_id not in not_own and not world.ranks_from_copies
         if common[number] and not overwrite:
             newest.append((max(common[number]), not world.missing, is_own, number))
     best, suffix = max(newest, default=None), received[0][1]

@@ -11,7 +11,7 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.backends import pool_path
 from lightck.pool.storage.lock import PoolLock
-from lightck.ranks.directory import claims_lost, lost_claim_in, make_directory, pool_name
+from lightck.ranks.directory import lost_claim_in, lost_claims_text, make_directory, pool_name
 from lightck.restore.compact import Progress
 from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_intact_error
 from lightck.tiers.claiming import refuse_other_runs
@@ -58,7 +58,7 @@ def drain_to(
     does, and ``TierError`` if the folder cannot be a tier, or if the library for the codec is missing."""
     lost = lost_claim_in(os.fspath(pool))
     if lost is not None:
-        raise TierError(f"{os.fspath(pool)!r} is no pool. {claims_lost(lost)}")
+        raise TierError(f"{os.fspath(pool)!r} is no pool. {lost_claims_text(lost)}")
     if os.path.isdir(pool):
         raise TierError(
             f"{os.fspath(pool)!r} is a folder that holds no claim of a tier (NUMBER-TAG/claim.json), so there is "

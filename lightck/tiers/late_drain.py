@@ -89,7 +89,7 @@ class Pools:
             return
         with open_worlds(self.path) as worlds:
             world = worlds[0]
-            pools = {rank: each.path for rank, each in world.readers.items() if rank not in world.copies}
+            pools = {rank: each.path for rank, each in world.readers.items() if rank not in world.ranks_from_copies}
             self.all = tuple(PoolOfRank(path, rank, world.world_size) for rank, path in pools.items())
             self._is_whole = len(self.all) == world.world_size
 
