@@ -160,12 +160,14 @@ class WaitPolicy:
 def _reason(trial: Trial[bool]) -> str:
     """Return what decided the trial, with the median times, for a message."""
     passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_WAIT_PASSIVELY, _WAIT_ACTIVELY))
-    if not passive or not active:
-        return "too few checkpoints were saved to compare sleeping with spinning"
+    if len(trial.alternatives) > 1 and trial.rounds < _ROUNDS:  # it was cancelled
+        return "the trial ended before sleeping and spinning could be compared"
+    result = "that costs less here" if trial.current is _WAIT_PASSIVELY else "sleeping does not cost clearly less here"
     return (
-        "that costs less here. Medians of the time from a checkpoint to the next update: {:.1f} ms with sleeping "
-        "threads, of which the training waited {:.1f} ms for the copy; {:.1f} ms with spinning threads, of which it "
-        "waited {:.1f} ms".format(*passive, *active)
+        "{}. Medians of the time from a checkpoint to the next update: {:.1f} ms with sleeping threads, of which the "
+        "training waited {:.1f} ms for the copy; {:.1f} ms with spinning threads, of which it waited {:.1f} ms".format(
+            result, *passive, *active
+        )
     )
 
 

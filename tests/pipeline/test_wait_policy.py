@@ -112,13 +112,15 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
         ((0.720, 0.001), 10, False),  # a trial that slows the training down this much ends soon
     ],
 )
-def test_passive_waiting_is_kept_if_it_is_no_slower_and_halves_the_wait(training, passively, turns, kept):
+def test_passive_waiting_is_kept_if_it_is_no_slower_and_halves_the_wait(training, caplog, passively, turns, kept):
     """With active waiting a checkpoint takes 0.600 s, including a wait of 0.017 s."""
     training.seconds[PASSIVELY], training.waits[PASSIVELY] = passively
     training.checkpoints(3, STARVED)
     training.turns.clear()
     assert training.checkpoints(turns - 1, STARVED) == TRIAL
-    assert training.checkpoints(1, STARVED) == (PASSIVE if kept else None)
+    with caplog.at_level(logging.INFO, "lightck"):
+        assert training.checkpoints(1, STARVED) == (PASSIVE if kept else None)
+    assert ("because that costs less here" if kept else "because sleeping does not cost clearly less") in caplog.text
     assert training.turns[:turns] == ([ACTIVE, PASSIVELY, PASSIVELY, ACTIVE] * 8)[:turns]
 
 
@@ -144,6 +146,17 @@ def test_a_trial_whose_checkpoints_reach_no_gate_ends(training):
     assert training.checkpoints(64, STARVED, flushed=True) == TRIAL
     assert training.checkpoints(1, STARVED, flushed=True) is None
     assert training.turns[-1] is ACTIVE
+
+
+def test_a_trial_that_is_cancelled_claims_no_result(training, caplog):
+    """Torch gets fewer threads during the trial, in which sleeping threads have cost less so far."""
+    training.seconds[PASSIVELY] = 0.5
+    assert training.checkpoints(10, STARVED) == TRIAL
+    training.is_crowded = False
+    with caplog.at_level(logging.INFO, "lightck"):
+        assert training.checkpoints(1, STARVED) is None
+    assert "go on spinning, as usual, while checkpoints are copied, because the trial ended before" in caplog.text
+    assert "costs less" not in caplog.text
 
 
 def test_with_eager_copies_the_time_counts_from_the_first_one(training):
