@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
 from lightck.errors import BackgroundError, NoCheckpointError
-from lightck.pipeline.staging import groups, parts
+from lightck.pipeline.staging import groups, parts, sending
 from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Trial
@@ -619,6 +620,26 @@ def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, 
         emulation.use(before)
     assert not read_at_once
     assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("parts_max", [1, 2, 3])
+def test_a_checkpoint_has_no_more_parts_than_jobs_are_left_for_it(pool, transfer, monkeypatch, parts_max):
+    """Also if all tensors are sent in the order of the computation: the small ones packed, the large ones alone."""
+    staged = []
+    monkeypatch.setattr(
+        sending, "split", lambda tensors, *rest, **how: staged.extend(tensors) or split(tensors, *rest, **how)
+    )
+    monkeypatch.setattr(parts, "PACKED_NBYTES_MAX", 100)
+    split = parts.split
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, staging=HOST):
+        train(model, optimizer, 1)
+    in_order = [replace(one, in_order=True) for one in staged]
+    assert {one.record.nbytes > parts.PACKED_NBYTES_MAX for one in in_order} == {True, False}
+    found = split(in_order, parts_max, reads_during_step=True)
+    assert len(found.parts) <= parts_max
+    assert sum(len(part.tensors) for part in found.parts) + len(found.left) == len(in_order)
 
 
 def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer, during_wait):

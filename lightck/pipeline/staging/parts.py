@@ -103,7 +103,7 @@ def split(staged: Sequence[StagedTensor], parts_max: int, *, reads_during_step: 
     parts = [Part(tensors, order) for tensors, order in ((packed, Order.PACKED), (alone, Order.IN_ORDER)) if tensors]
     others = [one for one in staged if not (one.in_order and reads_during_step)]
     rest = split_into_parts(others, min(parts_max - len(parts), PARTS_MAX))
-    if others and not rest:
+    if len(parts) > parts_max or (others and not rest):
         return Parts([], list(staged), 0, NO_RECORDS)
     beside = [Part(tensors, Order.BESIDE) for tensors in rest]
     parts += beside
