@@ -229,7 +229,8 @@ def describe_not_exact(reasons: Sequence[str]) -> str:
     """Return what to say about ranks whose parts are not what they had at the checkpoint; "" if there is none.
     ``reasons``: for each rank, why its part is not exact; "" if it is."""
     texts = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason]
-    more = [f"so it is on {len(texts) - 2} more ranks"] if len(texts) > 2 else []
+    n_more = len(texts) - 2
+    more = [f"so it is on {n_more} more rank{'s' * (n_more > 1)}"] if n_more > 0 else []
     return "; ".join(texts[:2] + more)
 
 
@@ -323,4 +324,5 @@ def _listed_steps(reports: Sequence[Report]) -> str:
         steps = sorted({checkpoint.step for checkpoint in report.ids})
         held = f"step {listed(list(map(str, steps)), SLOTS_MAX)}" if steps else "nothing"
         texts.append(f"{_name(reports, rank)} holds {held}")
-    return "; ".join(texts[:8]) + (f"; and {len(texts) - 8} more ranks" if len(texts) > 8 else "")
+    n_more = len(texts) - 8
+    return "; ".join(texts[:8]) + (f"; and {n_more} more rank{'s' * (n_more > 1)}" if n_more > 0 else "")

@@ -320,7 +320,8 @@ class GroupRule(CommitListener):
         n_ahead = sum(common is None or one > common for one in self._own)
         return RankError(
             f"For {self._timeout:g} seconds (timeout=) no newer checkpoint came from {self._slowest()}. This rank is "
-            f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that the other ranks still need. "
+            f"{n_ahead} saved checkpoint{'s' * (n_ahead != 1)} ahead, and may not overwrite checkpoints that the other "
+            "ranks still need. "
             "The checkpoints that all ranks have are intact. Look for an error of the ranks for which this rank "
             "waited. All ranks must make the same number of updates, and call session.paused() and session.flush() at "
             "the same ones. A larger slots= of attach lets them be further apart."

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.errors import CheckpointExistsError, RankError
-from lightck.ranks.agreement import Report, decide, describe_replaced, refuse_differences
+from lightck.ranks.agreement import Report, decide, describe_not_exact, describe_replaced, refuse_differences
 from lightck.ranks.rule import CheckpointId, newest_common
 
 RUN, WORLD = b"r" * 16, b"w" * 16
@@ -182,6 +182,14 @@ def test_a_struck_checkpoint_is_not_taken_for_a_lost_pool():
 def test_without_resume_a_lost_pool_is_not_taken():
     with pytest.raises(CheckpointExistsError):
         decide([report(3), report()], resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize(("n_more", "words"), [(1, "1 more rank"), (2, "2 more ranks")])
+def test_the_ranks_that_a_message_does_not_list_are_counted(n_more, words):
+    assert describe_not_exact(["it lost a pool"] * (2 + n_more)).endswith(f"; so it is on {words}")
+    reports = [report(rank) for rank in range(1, 9 + n_more)]
+    with pytest.raises(RankError, match=f"holds step 8; and {words}\\. Nothing was overwritten"):
+        decide(reports, resume=True, overwrite=False)
 
 
 def test_what_was_replaced_is_described():
