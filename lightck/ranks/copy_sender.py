@@ -179,9 +179,10 @@ class CopySender:
                 log.warning("lightck: no more checkpoints are copied to another host. %s", self.failure)
 
     def struck(self) -> None:
-        """Drop all checkpoints from the copy, and return when this is done: checkpoints in the pool were struck,
-        because they hold old bytes of a tensor, and those in the copy may hold them too. Called on the training thread,
-        which waits for a copy that is being made (without pauses from now on)."""
+        """Drop all checkpoints from the copy, and return when this is done, or when no more copies can be made.
+        Checkpoints in the pool were struck, because they hold old bytes of a tensor, and those in the copy may hold
+        them too. Called on the training thread, which waits for a copy that is being made (without pauses from now
+        on)."""
         copying = self.copying
         with self._lock:
             self._struck = self.in_copy if copying is None else self.in_copy | {copying}
@@ -189,6 +190,14 @@ class CopySender:
         self._wake.set()
         while self._struck and self.failure is None and not self._stop.is_set():
             time.sleep(_STRUCK_POLL_SECONDS)
+        if self._struck:
+            log.warning(
+                "lightck: the peer copy of this rank's pool on %s may hold old bytes of a tensor, and could not be "
+                "emptied. If this rank's host is lost, the ranks may continue with these bytes. %s",
+                self._receiver,
+                self.failure or "This rank's session was closed.",
+            )
+            return
         log.warning(
             "lightck: the peer copy of this rank's pool was emptied, because its checkpoints may hold old bytes of a "
             "tensor. If this rank's host is lost before the next checkpoint is copied, no copy can replace the pool"

@@ -34,6 +34,7 @@ from lightck.ranks.copy_cadence import UNMEASURED_SECONDS_PER_BYTE, FirstCopy, l
 from lightck.ranks.copy_file import PEER_COPIES, CopyFile, copies_in
 from lightck.ranks.copy_sender import CopySender
 from lightck.ranks.link import Link, LinkListener
+from lightck.ranks.rule import CheckpointId, Knowledge
 from lightck.session import peer_copies
 from lightck.session.group import HOST_VARIABLE
 from lightck.session.peer_copies import keeper_of
@@ -611,6 +612,20 @@ def test_copy_is_emptied_if_its_checkpoints_may_hold_old_bytes(tmp_path: Path) -
     assert second == []
     (copy,) = copies_in(tmp_path / "pools" / "host-1")
     assert ids_in(copy) == frozenset()
+
+
+def test_copy_that_could_not_be_emptied_is_not_called_empty(caplog: pytest.LogCaptureFixture) -> None:
+    """The other host is lost. Then lightck finds that checkpoints in the copy there may hold old bytes."""
+    link, other = socket.socketpair()
+    sender = CopySender(Link(link), "unused.pool", "rank 1 (host b)", timeout=60)
+    sender.in_copy = frozenset({CheckpointId(1, 4)})
+    sender.start(frozenset(), Knowledge, lambda _: None)
+    other.close()
+    sender.struck()
+    sender.close()
+    (message,) = [record.getMessage() for record in caplog.records if "peer copy" in record.getMessage()]
+    assert "on rank 1 (host b) may hold old bytes of a tensor, and could not be emptied" in message
+    assert "Start all ranks again" in message
 
 
 def test_copy_without_a_common_checkpoint_does_not_stand_in_the_way(tmp_path: Path, ends: Any) -> None:
