@@ -1,10 +1,11 @@
 """The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
 
 Exit statuses are in ``cli/base.py``. No command but ``repair`` writes to an existing pool or takes its lock, so every
-other command works on a pool in use (some hold the slots that they read); ``inject`` writes to a copy that it made,
-``compact``, ``copy`` and ``reshard`` make new pools, ``drain`` sends to a tier what a training would have sent, and
-``gc`` removes files from a tier. The module of a command is imported when the command runs or the help lists it, and
-torch when a command that needs it runs. So ``doctor`` also works where the native library does not load.
+other command works on a pool in use (some hold the slots that they read). ``inject`` writes to a copy that it made;
+``compact`` and ``reshard`` make new pools; ``copy`` makes a new pool or sends to a tier; ``drain`` sends to a tier what
+a training would have sent; ``repair`` also mends tiers; ``gc`` removes files from a tier. The module of a command is
+imported when the command runs or the help lists it, and torch when a command that needs it runs. So ``doctor`` also
+works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ NAMES = (
 
 class _Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*NAMES]  # not list(): the module of that command takes the name here
+        # Not list(NAMES): once lightck.cli.list is imported, the name ``list`` in this module is that submodule.
+        return [*NAMES]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in NAMES:

@@ -227,7 +227,8 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 
 
 class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The path of a pool. Shell completion offers the pools that match; if there is none, it offers all files."""
+    """The path of a pool. Shell completion offers the pools that match. If there is none, or if a folder matches too,
+    it offers all files."""
 
     name = "pool"
 

@@ -47,6 +47,7 @@ class Finding:
     level: str
     """``OK``, ``NOTE`` or ``PROBLEM``."""
     said: str
+    """What the check found, as text."""
     cure: str = ""
 
 
@@ -282,7 +283,8 @@ def surroundings(machine: Machine) -> Iterator[Finding]:
 
 def slurm(machine: Machine) -> Iterator[Finding]:
     """Yield a note in a Slurm job. The job may have a private /tmp and /dev/shm (job_container/tmpfs), which are
-    deleted when the job ends. So after a requeue of the job, a pool in one of them is gone."""
+    deleted when the job ends. So after a requeue of the job, a pool in one of them is gone. The root of a private mount
+    is a folder whose path contains the number of the job."""
     job = machine.env.get("SLURM_JOB_ID")
     if job is None:
         return

@@ -96,7 +96,8 @@ def _pool(path: str) -> Facts:
             facts["group"] = groups.group_facts(reader.group)
             facts["holder"] = None if holder is None else asdict(holder)
             facts["checkpoints"] = [
-                # Not that of the commit record: an adoption gives the record a new one, perhaps not yet on all ranks.
+                # The incarnation in the slot header, not that in the commit record: the record of an adoption has a new
+                # incarnation, and perhaps not all ranks have written it yet.
                 {"incarnation": each.stored.header.incarnation, "step": each.step}
                 for each in found
                 if each.stored is not None and each.state == stored_checkpoints.COMMITTED
@@ -153,10 +154,9 @@ def _show_verified(facts: Facts) -> None:
 
 
 def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
-    """Raise ``PoolPathError`` for options that are about one pool."""
+    """Raise ``PoolPathError`` if an option was given that is for one pool only."""
     if step is not None or tensors:
         raise PoolPathError(
-            "--tensors, and --step without --pieces, are for the pool of one rank, and this is the directory of all "
-            "ranks. Pass the file of a rank; or let `lightck inspect --pieces` list the tensors of all ranks, with "
-            "--step those of that step."
+            "--step and --tensors are for the pool of one rank, and this is the directory of all ranks. Pass the file "
+            "of a rank. Or list the parts of all tensors of a step: `lightck inspect --pieces --step N DIRECTORY`."
         )

@@ -45,8 +45,9 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 @click.option(
     "--follow",
     is_flag=True,
-    help="Stay beside the training, from before its start: whenever it and its own drain are gone, send the newest "
-    "checkpoint. SIGTERM or Ctrl-C ends it, after the newest checkpoint is there; a second Ctrl-C ends it at once.",
+    help="Start before the training, and stay beside it: whenever the training and its own drain are gone, send the "
+    "newest checkpoint. SIGTERM or Ctrl-C ends this command, after the newest checkpoint is in the tiers; a second "
+    "Ctrl-C ends it at once.",
 )
 @click.option(
     "--wait",

@@ -41,7 +41,7 @@ _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin
     help="Write the model's state_dict, or everything that was saved.",
 )
 @step_option
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file, or an existing folder of --format dcp.")
 @json_option
 @any_store_option
 def command(

@@ -36,8 +36,9 @@ _REASONS = {
 @json_option
 def command(tier: str, stopped: bool, dry_run: bool, as_json: bool) -> int:
     """Remove from TIER what killed processes have left behind: objects that no manifest names, manifests of
-    checkpoints that not all ranks have sent, claims of which nothing is left, and temporary files. What was written
-    within the last hour stays, by the clock of the file system, and so does every complete checkpoint.
+    checkpoints that not all ranks have sent, claims of which nothing is left, and temporary files. Every complete
+    checkpoint stays, and so does everything that was written within the last hour (by the clock of the file system or
+    object store).
 
     A training, and whoever reads TIER, may go on meanwhile.
     """

@@ -154,7 +154,10 @@ def _show_bases(bases: list[Facts], step: int, base_every: int | None) -> None:
     older = sum(row["nbytes"] for row in bases if row["updates"])
     most = max((row["updates"] for row in bases), default=0)
     if older:
-        print_line(f"To recover step {step}, at most {count(most, 'update')} of units of {size(older)} are replayed.")
+        print_line(
+            f"To recover step {step}, at most {count(most, 'update')} of each unit are replayed, for units of "
+            f"{size(older)} in all."
+        )
     else:
         print_line(f"Step {step} is full: no update is replayed to recover it.")
 

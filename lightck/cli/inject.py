@@ -40,6 +40,7 @@ class Damage:
     file."""
 
     said: str
+    """What was damaged, and how, as text."""
     offset: int | None = None
     file_offset: int | None = None
     nbytes: int | None = None
@@ -57,9 +58,7 @@ class Damage:
 @click.argument("copy", type=click.Path())
 @click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
 @click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
-@click.option(
-    "--torn-slot", is_flag=True, help="Overwrite the end of the newest checkpoint with bytes of another slot."
-)
+@click.option("--torn-slot", is_flag=True, help="Overwrite a part of the newest checkpoint with bytes of another slot.")
 @click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: cut off N bytes.")
 @click.option(
     "--seed",

@@ -298,7 +298,10 @@ def _show_checkpoints(facts: Facts) -> None:
         why = "is being written" if facts["holder"] else "was not finished: a kill cut it off, or lightck dropped it"
         what = "gradient record" if has_homes else "checkpoint"
         if has_homes and not facts["holder"]:
-            why = "is newer than the newest checkpoint: a kill came before the next one, or lightck dropped the record"
+            why = (
+                "is newer than the newest checkpoint: a kill came before the next checkpoint was committed, or lightck "
+                "dropped the record"
+            )
         print_line(f"slot {each['slot']}: the {what} of generation {each['generation']} {why}; it is not committed")
 
 
@@ -347,7 +350,8 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
         yield "extra", listed(shown["extra_state"])
     if shown["loaders"]:
         yield "loaders", listed(shown["loaders"])
-    if shown["closed_by"] != ClosingEvent.SAVE.value:  # nothing restores those of a save without a session
+    # Random states that a save without a session stored are never restored, so they are not shown.
+    if shown["closed_by"] != ClosingEvent.SAVE.value:
         yield "random", ", ".join(shown["rng"])
     yield "made with", ", ".join(f"{key} {value}" for key, value in shown["made_with"].items())
 

@@ -1,4 +1,4 @@
-"""``lightck list``: which checkpoints lie in tiers, how old and how large they are, and what was logged of them."""
+"""``lightck list``: which checkpoints lie in tiers, how old and how large they are, and their metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command(tiers: tuple[str, ...], store_options: dict[str, str], as_json: bool
     """List the complete checkpoints of each TIER (a folder or a URL), newest first: when they were sent, their size
     and their metrics.
 
-    Only the manifests are read. `lightck inspect` lists those of a pool.
+    Only claims and manifests are read, and no tensor. `lightck inspect` lists the checkpoints of a pool.
     """
     from lightck.tiers.open_store import is_url
 

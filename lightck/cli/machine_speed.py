@@ -181,8 +181,8 @@ class _Training:
         self.optimizer.zero_grad()
 
     def save(self, path: str, is_synced: bool) -> None:
-        """Save with torch.save, as PyTorch's tutorial does, into a temporary file that replaces ``path`` when it is
-        complete. ``is_synced``: call fsync before the file replaces ``path``."""
+        """Save model and optimizer in one call of torch.save, as PyTorch's tutorial does, but into a temporary file,
+        which replaces ``path`` when it is complete. ``is_synced``: call fsync before the file replaces ``path``."""
         with open(path + ".new", "wb") as file:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             if is_synced:

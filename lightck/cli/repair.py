@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     metavar="OTHER",
     multiple=True,
     required=True,
-    help="A tier, or for a tier also a pool, that holds the same content. May be given more than once.",
+    help="Where intact copies are: a tier or, if POOL_OR_TIER is a tier, also a pool. May be given more than once.",
 )
 @any_store_option
 @json_option

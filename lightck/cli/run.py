@@ -3,7 +3,8 @@
 A drain outlives its training. If the container, or the step of a batch job, ends as soon as its first process ends, the
 drain is killed with it. So this process adopts the drains (they are its grandchildren), and ends after them.
 
-A shell that a signal ends leaves its training alone. This process adopts the training, and passes the signal on to it.
+If a signal ends a shell, the training that the shell has started goes on as an orphan. This process adopts the
+training, and passes the signal on to it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def command(words: tuple[str, ...]) -> int:
     ended too, and return the exit status of COMMAND: lightck run -- python train.py
 
     These processes take ten minutes at most after the end of their training. A second SIGTERM or Ctrl-C after the end
-    of COMMAND ends the wait. In the foreground of a terminal, SIGINT and SIGQUIT count as Ctrl-C and Ctrl-\\, which
-    COMMAND gets from the terminal itself: to end it from elsewhere, send SIGTERM.
+    of COMMAND ends the wait. In the foreground of a terminal, SIGINT and SIGQUIT are not passed on: they are taken for
+    Ctrl-C and Ctrl-\\, which the terminal sends to COMMAND too. To end COMMAND from elsewhere, send SIGTERM.
     """
     _adopt_orphans()
     arrived: list[int] = []
@@ -87,7 +88,8 @@ def _adopt_orphans() -> None:
 
 def _wait_for_drains(signals: list[int]) -> None:
     """Wait until no drain is left below this process. ``signals``: those that were passed on to the command. A training
-    that the command has left alone gets the last of them, or the first one that comes now."""
+    that outlives the command gets the newest of them, once; if there is none, the first that arrives during the
+    wait."""
     has_announced = False
     n_signals = n_empty = 0
     reached: set[int] = set()
@@ -123,7 +125,7 @@ def _is_drain(process: Path) -> bool:
 
 def _children_with_drains() -> dict[int, bool]:
     """Return the children of this process that are drains, or below which a drain runs, each with whether it is a drain
-    itself. Children that have ended are collected before."""
+    itself. Children that have ended are reaped first."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -132,8 +134,9 @@ def _children_with_drains() -> dict[int, bool]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, of = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            # The parent of a zombie is noted too: if only its first thread has ended, it still has children.
             parents[int(process.name)] = int(of)
-            if state != "Z":  # one whose first thread alone has ended is still the parent of its children
+            if state != "Z":
                 running.append(process)
     found = {}
     for process in running:

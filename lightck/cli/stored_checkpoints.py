@@ -210,7 +210,7 @@ def _listed_with_gradients(
     committed = {record.generation: record for record in (*live, *candidates(reader.commit_log()))}
     for one in found:
         if isinstance(one, RejectedCheckpoint):
-            if one.generation in committed:  # else only a chain names it, and recovery needs it for nothing
+            if one.generation in committed:  # otherwise only a chain names it, and recovery does not need it
                 yield committed[one.generation], COMMITTED, one
         else:
             is_committed = committed.get(one.record.generation) == one.record

@@ -41,7 +41,8 @@ def command(
     """Show the times of each step in FILE, which session.trace() wrote. Perfetto (ui.perfetto.dev) opens it too.
 
     stall: the time that lightck took from the training thread; overlap: the share of all copied bytes that copy threads
-    copied during forward, backward, communication or update; helped: the share that the training thread copied.
+    copied during forward, backward, communication or update; helped: the share that the training thread copied, at the
+    boundary or while it waited.
     """
     ranged = begin is not None or end is not None
     if svg is None and (step is not None or ranged or overwrite):
@@ -86,7 +87,7 @@ def _show(trace: Trace, steps: list[StepFacts]) -> None:
     if about["dropped"]:
         print_line(f"{count(about['dropped'], 'event')} did not fit into a buffer and are missing: times are too low")
     if about["compiled"]:
-        print_line(f"compiled modules, recorded as a whole: {', '.join(about['compiled'][:6])}")
+        print_line(f"compiled modules, whose submodules were not recorded: {', '.join(about['compiled'][:6])}")
     if not steps:
         print_line("no whole step was recorded")
         return

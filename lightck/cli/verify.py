@@ -322,8 +322,12 @@ def _show(facts: Facts, path: str) -> None:
 
 
 def _rows(checkpoint: Facts, *, shows_generation: bool) -> list[tuple[str, str, str]]:
-    """Return the lines of a checkpoint. ``shows_generation``: its step alone does not say which checkpoint it is."""
-    note = {stored_checkpoints.DEAD: " (dead)", stored_checkpoints.RECORDED: " (named by a newer one only)"}
+    """Return the lines of a checkpoint. ``shows_generation``: name its generation too, because another checkpoint has
+    the same step."""
+    note = {
+        stored_checkpoints.DEAD: " (dead: training resumed from an older step)",
+        stored_checkpoints.RECORDED: " (its commit record was overwritten)",
+    }
     name = f"step {checkpoint['step']}" + note.get(checkpoint["state"], "")
     if shows_generation:
         name += f", generation {checkpoint['generation']}"

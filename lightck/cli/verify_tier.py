@@ -1,8 +1,8 @@
 """What ``lightck verify`` says of a tier: its claims, the manifests and objects of each checkpoint, and their bytes.
 
-Of each checkpoint the manifest is checked, and whether its objects are there with their lengths. From the newest
-checkpoint on, they are fetched to memory until one is intact, and each of their blocks is compared with the checksum
-that the training computed. ``--deep`` fetches all of them, and compares the SHA-256 of each object with its name.
+The manifest of each checkpoint is checked, and whether its objects exist and have the right lengths. Checkpoints are
+fetched to memory, the newest first, until one is intact: each block is compared with the checksum that the training
+computed. ``--deep`` fetches all checkpoints, and compares the SHA-256 of each object with its name.
 """
 
 from __future__ import annotations

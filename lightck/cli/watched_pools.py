@@ -30,9 +30,9 @@ from lightck.pool.storage.lock import Holder, holder_of
 from lightck.ranks.directory import existing_pools, worlds_of
 
 ATTEMPTS = 20
-"""How often a pool is read whose checkpoints a training overwrites during the read."""
+"""The largest number of reads in one poll. A read is repeated if a training overwrote all checkpoints meanwhile."""
 _SAMPLES_MAX = 10
-"""The steps per second are those between the oldest and the newest of this number of samples."""
+"""The number of samples that are kept. The rate (steps per second) is computed from the oldest and the newest."""
 
 
 class Progress:
@@ -44,6 +44,7 @@ class Progress:
         self._since: float | None = None
         """When the step was last seen to change, at first the time of the first look; None before that."""
         self._is_since_start = True
+        """Whether ``_since`` is the time of the first look, so that the checkpoint may be older than the age says."""
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES_MAX)
 
     @property
@@ -81,7 +82,8 @@ class Progress:
 
 
 class WatchedPool:
-    """One pool. The constructor raises ``PoolError`` if it cannot be read; later the error is a fact."""
+    """One pool. The constructor raises ``PoolError`` if the pool cannot be read. If it cannot be read later, ``facts``
+    returns the error under the key ``problem``."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -137,7 +139,7 @@ class WatchedPool:
         self.close()
         self._use(reader)
         records, before = _committed(reader), self.progress.newest
-        is_same_path = old is not None and old.path == reader.path  # else a symbolic link has changed
+        is_same_path = old is not None and old.path == reader.path  # else a link has changed, or the file was gone
         goes_on = any(before is None or (one.incarnation, one.step) >= before for one in records)
         self._events.append("relayout" if goes_on and is_same_path else "replaced")
 
@@ -206,7 +208,8 @@ class WatchedGroup:
         held = [pool.ids for pool in self._world.values()]
         common = frozenset.intersection(*held) if held and not self._missing else frozenset()
         newest = max(common, default=None)
-        # The pools were read one after the other, so the newest common one may have gone from the first ones.
+        # The pools were read one after the other. If no checkpoint is common now, what the first pools held may have
+        # been overwritten in the last ones before these were read. Then the newest common one seen before is kept.
         if newest is not None or self._missing or not any(held):
             self._progress.see(newest)
 

@@ -1,8 +1,8 @@
 """The demo's parent process: a training that is not killed, the same training with kills, and their comparison.
 
 Both trainings run ``child.py``, with the same arguments except for the pool. A kill loses the updates that the dead
-child had reported and that come after the step from which the next child resumes. This module does not depend on how
-checkpoints are made.
+child had reported and that come after the step from which the next child resumes. Only ``Size`` and the kill sites
+depend on how a checkpoint is written.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes checkpoints of a running session with the
 same functions. The model's tensors have the names of its ``state_dict()``. A file appears under its name complete or
-not at all. (A folder, too; but after a kill in the moment when one folder replaces another, both lie beside the path.)
-It replaces an existing file only with ``overwrite=True``. An exported file cannot be imported into a pool, so a
-training cannot be resumed from it.
+not at all, and replaces an existing file only with ``overwrite=True``. A folder, too, appears complete or not at all.
+But if a kill comes while one folder replaces another, nothing has the name, and both folders lie beside it under
+temporary names. An exported file cannot be imported into a pool, so a training cannot be resumed from it.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
 def cause_of(
     err: BaseException, handled: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
 ) -> BaseException | None:
-    """Return the error of one of these kinds from which ``err`` comes, or None. ``handled``: what the caller of the
-    export handles at present: it is the context of each error, and no cause."""
+    """Return the error of one of these kinds from which ``err`` comes, or None. ``handled``: the exception that the
+    caller of the export is handling (in an ``except`` block), or None. Python makes it the context of every later
+    error, but it is not their cause, so the search ends there."""
     found: BaseException | None = err
     while found is not None and found is not handled:
         if isinstance(found, kinds):
@@ -121,8 +122,8 @@ def refuse_irreplaceable(path: str) -> None:
         )
     if not stat.S_ISREG(mode):
         raise ExportExistsError(
-            f"{path!r} is not a regular file but a {_kind(mode)}, which the export would replace for all programs. "
-            "Choose the name of a file."
+            f"{path!r} is not a regular file but a {_kind(mode)}, and an export replaces only regular files. Choose "
+            "the name of a file."
         )
 
 

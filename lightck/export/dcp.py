@@ -32,7 +32,7 @@ _METADATA = ".metadata"
 _DATA = re.compile(r"__\d+_\d+\.distcp")
 """Names of torch's other files."""
 _WRITER_OF_ZIP_FILES = "inline_container.cc"
-"""In the errors of torch's writer of zip files: it does not say why a write has failed."""
+"""The errors of torch's zip writer contain this file name. They do not say why a write has failed."""
 
 
 def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool) -> tuple[int, int]:
@@ -145,7 +145,8 @@ def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
         if is_torch_checkpoint and overwrite:
             return
         if is_torch_checkpoint:
-            what = "exists, and a checkpoint of torch.distributed.checkpoint is in it (overwrite=True replaces it)"
+            what = "exists, and holds a checkpoint of torch.distributed.checkpoint (overwrite=True, or --overwrite of "
+            what += "lightck export, replaces it)"
         else:
             what = f"exists, and holds {listed(others, 3) or 'an unfinished checkpoint'}, so it is never replaced"
     raise ExportExistsError(f"{path!r} {what}. Nothing was written. Pass the path of a new folder.")

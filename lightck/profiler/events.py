@@ -84,7 +84,7 @@ class Trace:
 
 def is_own(row: str) -> bool:
     """Whether only lightck may add events to this row, so that ``Recording.span`` refuses it. These are lightck's rows
-    (without COMMUNICATION, to which both add events), and every name that begins with "copy"."""
+    (without COMMUNICATION, to which the user's spans are added too), and every name that begins with "copy"."""
     return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
 
 

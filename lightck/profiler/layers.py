@@ -5,7 +5,8 @@ parameters of their own. Backward times come from hooks on the autograd nodes be
 and on the gradients of the module's parameters. Module backward hooks are not used: they add a node to the graph, and
 an in-place operation on the output of this node would raise. On an accelerator the recorded times are those at which
 Python queued the work. What ``torch.compile(module)`` returns is recorded as a whole. A module that was compiled in
-place (``module.compile()``) is not recorded; if it is the model itself, its whole passes are.
+place (``module.compile()``) is not recorded. If the model itself was compiled in place, its whole forward passes are
+recorded, but no module and no backward.
 """
 
 from __future__ import annotations

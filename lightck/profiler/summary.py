@@ -47,7 +47,8 @@ class StepFacts:
     copied_nbytes: int
     """The bytes of the copies that ended in the step."""
     helped_nbytes: int
-    """The part of ``copied_nbytes`` that the training thread copied."""
+    """The part of ``copied_nbytes`` that the training thread copied: at the boundary, or while it waited for copy
+    threads. (``helped`` of an event is True for the second kind only.)"""
     commit_ms: float
     """The time in which a manifest was written, data were synced, or a commit record was written."""
 

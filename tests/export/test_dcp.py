@@ -107,7 +107,7 @@ def test_a_folder_is_replaced_only_if_asked_and_if_it_is_one_of_torchs(pool, tmp
     assert [path.name for path in out.iterdir()] == ["precious"]
     shutil.rmtree(out)
     lightck.export_checkpoint(checkpoint, out, format="dcp")
-    with pytest.raises(ExportExistsError, match="overwrite=True replaces it"):
+    with pytest.raises(ExportExistsError, match="overwrite=True, or --overwrite of lightck export, replaces it"):
         lightck.export_checkpoint(checkpoint, out, format="dcp")
     for path in (out, f"{out}/"):
         before = (out / ".metadata").stat().st_ino
