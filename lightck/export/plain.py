@@ -53,7 +53,7 @@ class JsonEncoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else str(value)
         if isinstance(value, complex):
-            return [value.real, value.imag]
+            return [self.encode(part, path) for part in (value.real, value.imag)]
         if isinstance(value, Mapping):
             return self.encode_map(value, path)
         if isinstance(value, (list, tuple, set, frozenset, deque)):

@@ -253,6 +253,7 @@ VALUE = {
     "big": 1 << 100,
     7: {None, 1},
     "complex": np.complex128(1 + 2j),
+    "complex nan": np.complex64(complex("nan")),
     "frozen": frozenset([1]),
 }
 
@@ -283,6 +284,7 @@ def test_all_as_safetensors_has_tensors_by_parameter_name_and_the_rest_as_json(p
     assert box["nan"] == "nan"
     assert box["big"] == 1 << 100
     assert box["complex"] == [1.0, 2.0]
+    assert box["complex nan"] == ["nan", 0.0]
     assert same(loaded[box["large"]["tensor"]], VALUE["large"])
     assert same(loaded[box["array"]["tensor"]], torch.from_numpy(VALUE["array"]))
     assert same(loaded[box["bytes"]["tensor"]], torch.tensor([0, 255], dtype=torch.uint8))
