@@ -211,6 +211,8 @@ def _check_header(reader: PoolReader, slot: int) -> CheckResult:
         )
     if generation is not None or (never_written and not newest):
         return None, True
+    if not newest:
+        return "it is damaged. No commit record names a checkpoint in this slot", False
     return (
         "it is damaged. The checkpoint in the slot can be read without this header, and the line of that checkpoint "
         "says whether the checkpoint is intact",

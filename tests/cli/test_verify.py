@@ -90,6 +90,17 @@ def test_a_damaged_commit_record_and_a_damaged_header_are_found(good):
     assert facts["recoverable_step"] == 3
 
 
+def test_a_damaged_header_of_a_slot_without_a_checkpoint_names_none(pool):
+    pool_with(pool, steps=1, slots=4)
+    used = {one.record.slot for one in checkpoints(pool)}
+    slot = next(number for number in range(4) if number not in used)
+    flip(pool, superblock(pool).slots[slot][0] + 3)
+    status, facts = call_json("verify", pool)
+    assert status == BAD
+    note = structures(facts)[f"header of slot {slot}"]
+    assert note == "it is damaged. No commit record names a checkpoint in this slot"
+
+
 def test_a_damaged_manifest_is_found(good):
     newest = checkpoints(good)[0]
     sb, record = newest.reader.superblock, newest.record
