@@ -115,11 +115,11 @@ def _show(facts: Facts) -> None:
     also = f", and {count(len(copies), 'peer copy')} in the place of pools on other hosts" if copies else ""
     print_line(f"{facts['directory']}: {count(len(facts['pools']) - len(copies), 'pool')} of ranks{also}")
     print_line()
-    common = {one["step"] for one in facts["common"]}
+    common = {(one["incarnation"], one["step"]) for one in facts["common"]}
     rows = [("rank", "checkpoints (*: all ranks have this one)", "open in", "file")]
     for pool in facts["pools"]:
         group, holder = pool["group"], pool["holder"]
-        steps = [f"{one['step']}{'*' * (one['step'] in common)}" for one in pool["checkpoints"]]
+        steps = [f"{one['step']}{'*' * ((one['incarnation'], one['step']) in common)}" for one in pool["checkpoints"]]
         rows.append(
             (
                 "?" if group is None else f"{group['rank']} of {group['world_size']}",

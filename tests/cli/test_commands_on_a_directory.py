@@ -47,6 +47,20 @@ def test_inspect_shows_ranks_their_checkpoints_and_what_is_common(pools):
     assert "step 4 is the newest that all ranks have" in text
 
 
+def test_a_star_marks_a_checkpoint_and_not_each_one_of_its_step(pools, made):
+    """Two ranks went on from step 4, and three ranks went on from copies of these pools. Their steps 5 are two."""
+    values(run_ranks(2, body(TOPOLOGIES["fsdp"], pools, 5)))
+    of_two = {path: path.read_bytes() for path in pools.glob("*.pool")}
+    for path in of_two:
+        path.write_bytes((made / path.name).read_bytes())
+    values(run_ranks(3, body(TOPOLOGIES["fsdp 3"], pools, 5)))
+    for path, data in of_two.items():
+        path.write_bytes(data)
+        path.chmod(0o600)
+    found = set(re.findall(r"of (\d) +step 5(\*?), step 4\*", call("inspect", pools).stdout))
+    assert found in ({("2", "*"), ("3", "")}, {("2", ""), ("3", "*")}), "one world is the newest"
+
+
 def test_inspect_shows_which_ranks_hold_which_parts(pools, tmp_path):
     status, facts = call_json("inspect", "--pieces", pools)
     assert (status, facts["step"]) == (OK, 4)
