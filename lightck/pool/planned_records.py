@@ -28,6 +28,7 @@ class CopyPlan:
 
     step: int
     iteration: int
+    """As in ``ManifestHeader``."""
     records: npt.NDArray[np.int64]
     """Record numbers of the tensors to copy."""
     sources: npt.NDArray[np.uint64]

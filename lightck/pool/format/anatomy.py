@@ -62,9 +62,10 @@ class Part:
 
 
 def parts_of(reader: PoolReader) -> tuple[Part, ...]:
-    """Return all parts of a pool: structures first, then the checkpoints from newest to oldest. In a pool with gradient
-    records, a base has the generation and step of the newest checkpoint, an older base those with which it was written,
-    and each part of a gradient record those of the record."""
+    """Return all parts of a pool: structures first, then the checkpoints in the order of ``checkpoints_of``. In a pool
+    with gradient records, the part of a base has the generation and step of the newest checkpoint. The part of an older
+    base has the generation with which it was written, and the newest step whose state it is. Each part of a gradient
+    record has the generation and step of the record."""
     if reader.superblock.has_gradients:
         return *_structures(reader), *_gradient_parts(reader)
     return *_structures(reader), *(part for checkpoint in checkpoints_of(reader) for part in _checkpoint(checkpoint))

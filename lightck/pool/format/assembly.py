@@ -1,7 +1,8 @@
 """Logical tensors from the pieces of several holders: whether they are complete, and what to copy from whom.
 
 A *holder* is whatever has a local tensor: a rank, or the pool of a rank. Several holders may hold the same elements
-(replication). As in ``pieces.py``, nothing here knows of torch, and nothing loops over elements.
+(replication). ``assembly`` and ``local_copies`` take no flat pieces: the caller treats each flat piece as a local
+tensor of its own (``Piece.alone``). As in ``pieces.py``, nothing here knows of torch, and nothing loops over elements.
 """
 
 from __future__ import annotations

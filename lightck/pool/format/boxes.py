@@ -190,7 +190,7 @@ def overlapping_pairs(low: Corners, high: Corners) -> Iterator[tuple[npt.NDArray
     the number of each pair's first box, and the number of its second box. The first number is the smaller one.
 
     The boxes are sorted along the dimension in which most of them differ. Two boxes are compared only if, in this
-    dimension, one starts before the other one ends."""
+    dimension, the one that starts later starts before the other one ends."""
     count, ndim = low.shape
     if count < 2:
         return

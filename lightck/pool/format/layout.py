@@ -37,7 +37,8 @@ GRADIENT_ROLE, GRADIENT_PREFIX = "gradient", "gradient/"
 """Role, and beginning of the name, of the entries that hold gradients. Only pools with gradient records have them."""
 SLOT_PLACE, HOME_PLACE = "slot", "home"
 HOME_ROLES = ("param", "optimizer")
-"""Roles of the entries that can lie in homes."""
+"""Roles of the entries that can lie in homes. (So can entries of the role ``state`` whose name begins with
+``RESIDUAL_PREFIX``.)"""
 RESIDUAL_PREFIX = "state/TopK/residuals_of_bases/"
 """Beginning of the names of entries with the role ``state`` that lie in homes: what ``TopK`` has left out of the
 gradients of a parameter, as it was at the step of the parameter's base. The name of the parameter follows."""
@@ -191,7 +192,7 @@ def _place_problem(place: object, role: str, name: str, alias: str | None) -> st
     if place != SLOT_PLACE and place != HOME_PLACE:
         return "its place is neither a slot nor a home"
     if place == HOME_PLACE and not is_of_unit(role, name, alias):
-        return "it lies in a home, and is not a parameter or optimizer state with bytes of its own"
+        return "it lies in a home, and is not a parameter, optimizer state or residual with bytes of its own"
     if (role == GRADIENT_ROLE) != name.startswith(GRADIENT_PREFIX):
         return "its name and its role do not agree whether it is a gradient"
     return None

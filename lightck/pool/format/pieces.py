@@ -8,8 +8,9 @@ together.) Some elements of a local tensor may belong to no piece (padding).
 A local tensor of one dimension may hold a tensor of any other number of dimensions *flat* (ZeRO): the elements of each
 piece then lie one after the other in it, in C order, and the piece's start in it is one number.
 
-Everything is counted in elements, from 0; all other tuples have one integer for each dimension. Nothing here knows of
-torch, and nothing loops over elements: the cost depends on the number of boxes.
+Everything is counted in elements, from 0. Every tuple has one integer for each dimension; only the place of a flat
+piece in its local tensor (``local_start``, ``local_size``) is a single number. Nothing here knows of torch, and nothing
+loops over elements: the cost depends on the number of boxes.
 """
 
 from __future__ import annotations

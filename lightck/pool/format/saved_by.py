@@ -16,8 +16,8 @@ RUN_ID_KEY, RUN_ID_NBYTES = "run", 16
 """Key of the small state under which the id of the training lies, and the length of the id. In the small state the id
 is written with hexadecimal digits."""
 CLAIM_KEY = "claim"
-"""Key of the small state under which the newest claim of tiers lies that the training made (``tiers/names.py``). Absent
-if the training never had tiers."""
+"""Key of the small state under which the training's newest claim on its tiers lies, as text (``Claim``,
+``tiers/names.py``). Absent if the training never had tiers."""
 _DICT = 2
 """Code of the extension type of a dict (docs/format.md, "Small state")."""
 

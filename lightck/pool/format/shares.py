@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     bounds: Ints
     """The rank ``ranks[n]`` writes the rows from ``bounds[n]`` to ``bounds[n + 1]`` (excluded)."""
     ranks: Ints
-    """The ranks that divide it, in their order."""
+    """The ranks that divide it, in ascending order."""
 
 
 class Share(NamedTuple):
@@ -47,11 +47,11 @@ class Share(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """First row, and number of rows."""
+        """First row and number of rows that the cut gives to this rank, also if ``is_whole`` is true."""
         return self.rows_of(self.place)
 
     def rows_of(self, place: int) -> tuple[int, int]:
-        """First row, and number of rows, of another rank's share."""
+        """First row and number of rows that the cut gives to the rank ``cut.ranks[place]``."""
         first, end = self.cut.bounds[place : place + 2]
         return first, end - first
 
@@ -147,13 +147,13 @@ def parse_share(item: object, local_shape: Ints, logical_shape: object, pieces: 
     if not are_sizes(shape, ndim) or type(dim) is not int or not 0 <= dim < ndim:
         raise DamagedError("share: its shape or its dimension does not fit the tensor")
     if n_ranks < 2 or not are_ints(ranks, n_ranks) or not all(a < b for a, b in pairwise([-1, *ranks])):
-        raise DamagedError("share: its ranks are no list of two or more ranks in their order")
+        raise DamagedError("share: its ranks are no list of two or more ranks in ascending order")
     if not are_ints(bounds, n_ranks + 1) or not all(a <= b for a, b in pairwise([0, *bounds])):
         raise DamagedError("share: its bounds do not fit its ranks")
     if (bounds[0], bounds[-1]) != (0, shape[dim]) or ranks[-1] >= RANKS_MAX:
         raise DamagedError("share: its bounds do not divide the rows of the tensor, or a rank is too large")
     if type(item["place"]) is not int or not 0 <= item["place"] < n_ranks or type(item["whole"]) is not bool:
-        raise DamagedError("share: its place is not the number of one of its ranks, or its key whole is not a bool")
+        raise DamagedError("share: its place is not an index into its ranks, or its key whole is not a bool")
     held = None if item["pieces"] is None else parse_pieces(item["pieces"], logical_shape, shape)
     if held is None and logical_shape != shape:
         raise DamagedError("share: the rank does not hold the whole tensor, and no pieces say what it holds")

@@ -1,10 +1,12 @@
 """The bytes of a pool, format version 1: superblock, commit record, slot header, next-batch record, manifest header.
 
-docs/format.md documents these structures; change that page and this module in the same commit. Each structure is
-immutable and has ``pack`` and ``unpack``. ``unpack`` takes untrusted bytes. It raises ``DamagedError`` if a check
-fails: a reader then tries the next copy. If the file is no pool, or a pool of another format, it raises
-``NotAPoolError`` or ``FormatError``, which reach the user. This module reads no file and allocates nothing large.
-Checksums come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
+docs/format.md documents these structures; change that page and this module in the same commit. Superblock, commit
+record and manifest header are immutable classes with ``pack`` and ``unpack``. Functions pack and unpack the slot header
+and the next-batch record. All bytes that are unpacked are untrusted. If a check fails, ``unpack`` raises
+``DamagedError``, and a reader tries the next copy. ``unpack_slot_header`` and ``unpack_next_batch`` return None
+instead. If the file is no pool, or a pool of another format, ``Superblock.unpack`` raises ``NotAPoolError`` or
+``FormatError``, which reach the user. This module reads no file and allocates nothing large. Checksums come from the
+native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ RECORD_SLOTS_MAX = 255
 """Maximum number of slots of a pool with gradient records: a commit record names its slot in 8 bits."""
 GRADIENT_RING_LINES_MIN = 8
 """Minimum number of commit records in a pool with gradient records. It does not grow with the number of slots: only the
-newest checkpoints need a commit record, and older records are found through the chain of a newer checkpoint."""
+newest checkpoints need a commit record. Older gradient records are found through the chain of a newer checkpoint."""
 TABLE_NBYTES_MAX = 256 * MIB
 
 COMMIT_RECORD_NBYTES = SLOT_HEADER_NBYTES = 64
@@ -463,6 +465,7 @@ class ManifestHeader(NamedTuple):
     incarnation: int
     step: int
     iteration: int
+    """Iterations of the training loop so far, also those without an update (``Session.iteration``)."""
     table_hash: bytes
     origin: bytes
     """The uuid that seeds the block checksums: the pool's, except in a checkpoint that was copied from another pool."""

@@ -74,9 +74,11 @@ class Backend(Protocol):
         """Remove the pool at this path, if there is one, durably. The caller holds the pool's lock."""
 
     def create(self, path: str, nbytes: int) -> Container:
-        """Create a container of ``nbytes`` bytes, all of them allocated. Raises ``NoSpaceError`` (nothing is left
-        behind), ``PoolNotFoundError`` (the folder is missing) or ``PoolPermissionError``."""
+        """Create a container of ``nbytes`` bytes, all of them allocated. Raises ``PoolError``, for example
+        ``NoSpaceError`` (nothing is left behind), ``PoolNotFoundError`` (the folder is missing),
+        ``PoolPermissionError``, or ``NotAPoolError`` (a device holds data of another program)."""
 
     def open(self, path: str, *, write: bool) -> Container:
-        """Open an existing pool. Raises ``PoolNotFoundError``, ``PoolPathError``, ``PoolPermissionError`` or
-        ``NotAPoolError`` (for example if the file is too small)."""
+        """Open an existing pool. Raises ``PoolError``, for example ``PoolNotFoundError``, ``PoolPathError``,
+        ``PoolPermissionError``, ``PoolTruncatedError`` or ``NotAPoolError`` (both also for a file that is too
+        small)."""

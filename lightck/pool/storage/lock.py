@@ -66,8 +66,8 @@ another training needs to open a pool."""
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a pool open for writing. ``pid`` is None if the present process, which runs in a container,
-    cannot see the holder's pid."""
+    """The process that has a pool open for writing. ``pid`` is None if the present process cannot see it, for example
+    from inside a container."""
 
     pid: int | None
     command: str

@@ -1,4 +1,4 @@
-"""A pool in anonymous memory. It is made if no file holds a checkpoint in the form that a reader needs.
+"""A pool in anonymous memory, for a reader of a checkpoint that lies in a tier, or whose updates must be replayed.
 
 No path names it, and nothing of it is left when it is closed. It survives nothing.
 """
@@ -15,7 +15,7 @@ _MEMORY = Durability(False, False, False, False, "memory", ("it is anonymous mem
 
 
 class MemoryBackend(FileBackend):
-    """Makes such pools; see ``Backend``. A path only names the pool in messages."""
+    """Makes pools in anonymous memory; see ``Backend``. A path only names the pool in messages."""
 
     name = "memory"
 
