@@ -34,7 +34,7 @@ from lightck.pool.format.layout import (
     is_of_unit,
 )
 from lightck.pool.format.structures import RECORD_SLOTS_MAX
-from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, round_of, tolerant_base_every
+from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, steps_between_writes, tolerant_base_every
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
@@ -157,7 +157,7 @@ class GradientPools:
                 f"The pool {reader.path!r} has room for {n_slots} gradient records, and {given} needs {least}. Use a "
                 f"smaller {smaller}, or start a new pool."
             )
-        length = round_of(base_every, self._interval)
+        length = steps_between_writes(base_every, self._interval)
         return GradientWriter(reader, engine, durability, predecessor, lock, base_every=length, unit_names=units)
 
     def whole_max(self, n_slots: int) -> int:

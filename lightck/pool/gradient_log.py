@@ -10,20 +10,22 @@ it ended (``GradientLog.with_record``, ``with_commit``, ``with_hole``). Nothing 
 
 Invariants (a checkpoint *needs* the bases that it names, and the records after the oldest of them):
 
-1. No plan overwrites a place that a protected checkpoint needs. Protected is the newest committed checkpoint; in a
-   group of ranks each committed one, until ``with_protected_only`` says that the other ranks need it no more.
+1. No plan overwrites a place that a protected checkpoint needs. The newest committed checkpoint is protected. In a
+   group of ranks each committed checkpoint is protected, until ``with_protected_only`` says that the other ranks do
+   not need it any more.
 2. The records of a checkpoint have no hole: their steps are consecutive, up to the checkpoint's own.
 3. A unit is written to a home that no protected checkpoint names as its base.
 4. After an update without a good record (a *hole*), the next checkpoint is full.
 5. A record that is not committed is no checkpoint: it holds only what its update consumed. If a record is damaged, the
-   newest committed checkpoint before it is recovered. A checkpoint is full if otherwise no earlier one could be
-   recovered.
+   newest committed checkpoint before it is recovered. With at least ``tolerant_records`` slots, a checkpoint is full
+   if otherwise damage to one of its records could leave no checkpoint to recover (``_survives_damaged_record``).
 
-With at least ``tolerant_records`` slots, a checkpoint at rest also survives any one damaged place of the pool. For
-that, the other home of each unit must stand in for its base: it holds an older base, and the log still has every record
-after that older base. If this is not so (after a hole, or because records that the older base needs were overwritten
-while the unit had no update), the unit is written once more. ``tests/pool/test_gradient_log.py`` checks all of this on
-a model of a pool, in which a crash may come after every store.
+With at least ``tolerant_records`` slots, a checkpoint also survives any one damaged place of the pool, as long as
+nothing is written after its commit. For that, the other home of each unit must stand in for its base: it holds an older
+base, and the log still has every record after that older base. If this is not so (after a hole, or because records that
+the older base needs were overwritten while the unit had no update), the unit is written once more.
+``tests/pool/test_gradient_log.py`` checks all of this on a model of a pool, in which a crash may come after every
+store.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.pool.commit_log import CommitLog, candidates
-from lightck.pool.format.gradients import IN_RECORD
+from lightck.pool.format.gradients import IN_RECORD, N_HOMES
 from lightck.pool.format.structures import RECORD_SLOTS_MAX
 
 BASE_EVERY_MIN = 2
@@ -56,8 +58,9 @@ def records_min(base_every: int, interval: int = 1, *, in_group: bool = False) -
     ``base_every``: a unit that is updated is written to a home once in ``base_every`` steps. ``interval``: number of
     steps from one commit to the next.
 
-    A checkpoint needs the last ``base_every - 1`` records, and while the next one is made, its records lie beside them.
-    In a group, the checkpoint before the newest one stays too."""
+    A checkpoint needs the last ``base_every - 1`` records. While the next checkpoint is made, the records since the
+    last commit lie beside them: ``interval`` of them, but no more than the ``base_every`` newest ones are needed. In a
+    group, the checkpoint before the newest one stays too."""
     if in_group:
         return base_every + 2 * interval - 1
     return base_every + min(interval, base_every) - 1
@@ -79,7 +82,7 @@ def records_default(base_every: int, interval: int = 1, *, in_group: bool = Fals
     return max(tolerant_records(base_every), records_min(base_every, interval, in_group=in_group))
 
 
-def round_of(base_every: int, interval: int) -> int:
+def steps_between_writes(base_every: int, interval: int) -> int:
     """Return how many steps lie between two writes of a unit to a home, if every ``interval``-th record is committed.
 
     This is ``base_every``, rounded down to a multiple of the interval. If a record is damaged, an earlier commit is
@@ -159,8 +162,9 @@ class Bases:
         return cls(np.ones(n_units, np.uint8), zeros, steps, steps, zeros, steps)
 
     def advanced(self, step: int, changed: Mask) -> Bases:
-        """Return the bases after the update of ``step``, which changed these units. If a base was the state of any
-        other unit before the update, it is the state of this unit after the update, too."""
+        """Return the bases after the update of ``step``, which changed these units. The other units have the same state
+        as before. So a base (or older base) that was the state of such a unit before ``step`` is its state at ``step``,
+        too."""
         same = ~changed
         current = same & (self.step == step - 1) & (self.home != IN_RECORD)
         older = same & (self.older_step == step - 1)
@@ -180,10 +184,10 @@ class Bases:
         """Return the bases after the older bases of these units took the place of the bases, which are damaged. A unit
         without an older base keeps its base."""
         units = units & (self.older_generation > 0)
-        # ``1 - home % IN_RECORD`` is the other home, and home 1 for ``IN_RECORD``.
+        # ``1 - home % N_HOMES`` is the other home, and home 1 for ``IN_RECORD``.
         return replace(
             self.without_older(units),
-            home=np.where(units, 1 - self.home % IN_RECORD, self.home).astype(np.uint8),
+            home=np.where(units, 1 - self.home % N_HOMES, self.home).astype(np.uint8),
             generation=np.where(units, self.older_generation, self.generation),
             step=np.where(units, self.older_step, self.step),
             written=np.where(units, self.older_step, self.written),
@@ -302,7 +306,7 @@ class GradientLog:
     slot_generations: tuple[int, ...]
     """For each record slot the generation of its content; 0: nothing that is of use."""
     committed: tuple[int, ...] = ()
-    """The steps whose records, of those in the log, were committed as checkpoints, oldest first."""
+    """The steps of those records in the log that were committed as checkpoints, oldest first."""
     has_previous: bool = False
     """Whether a checkpoint before the newest one was protected when the newest one was committed. It is intact as long
     as nothing is written after the newest commit."""
@@ -368,10 +372,10 @@ class GradientLog:
         return frozenset(record.slot for one in self.protected for record in one.needed_records)
 
     def survives_damage(self) -> bool:
-        """Whether a checkpoint can still be recovered after any one place of the pool, at rest, was damaged. If a base
-        is damaged, the other home of the unit must stand in for it. If the manifest or the commit record of the newest
-        checkpoint is damaged, there must be a checkpoint before it. If a gradient record is damaged, a checkpoint from
-        before this record must be recoverable."""
+        """Whether a checkpoint can still be recovered after any one place of the pool was damaged, as long as nothing
+        is written after the newest commit. If a base is damaged, the other home of the unit must stand in for it. If
+        the manifest or the commit record of the newest checkpoint is damaged, there must be a checkpoint before it. If
+        a gradient record is damaged, a checkpoint from before this record must be recoverable."""
         if not self.protected or not self.has_previous:
             return False
         newest = self.protected[-1]
@@ -405,9 +409,9 @@ class GradientLog:
     def next_record(
         self, generation: int, updated: Mask, written_outside: Mask | None = None, *, commits: bool = True
     ) -> RecordPlan | None:
-        """Plan the record of the step after ``step``. Returns None if no record slot is free. In a group, there is room
-        again when another checkpoint is common. After a recovery from an older base the pool must be replaced by a new
-        one.
+        """Plan the record of the step after ``step``. Returns None if no record slot is free. In a group, one becomes
+        free when another checkpoint is common. If none is free after a recovery from an older base, none becomes free:
+        the pool must be replaced by a new one.
 
         ``updated``: the units that the update changed. ``written_outside``: the units that something else than
         ``step()`` has written since the step before, so that no gradient leads to their state (``GradientWriter``
@@ -458,18 +462,18 @@ class GradientLog:
         """Return the home to which each unit may be written, and whether there is one."""
         taken = np.stack([self.needs_home(0), self.needs_home(1)])
         units = np.arange(len(self.turn))
-        homes = np.where(bases.home == IN_RECORD, 0, 1 - bases.home % IN_RECORD).astype(np.uint8)
+        homes = np.where(bases.home == IN_RECORD, 0, 1 - bases.home % N_HOMES).astype(np.uint8)
         homes = np.where(taken[homes, units], 1 - homes, homes).astype(np.uint8)
         return homes, ~taken[homes, units]
 
-    def _may_lose_older_base(self, bases: Bases, written: Mask, step: int) -> Mask:
+    def _may_lose_older_base(self, bases: Bases, to_write: Mask, step: int) -> Mask:
         """For each unit, whether its older base may be overwritten. If a record is found to be damaged later, the
         checkpoint of the step before this record is recovered, from bases that were written before this record. So the
         older base may be overwritten only if the base was written before all records that the next checkpoint needs.
-        ``written``: the units that would be written."""
+        ``to_write``: the units that would be written."""
         if not self.is_tolerant:
             return np.ones(len(self.turn), np.bool_)
-        return bases.written <= min(_oldest_base_step_after(bases, written, step), step - 1)
+        return bases.written <= min(_oldest_base_step_after(bases, to_write, step), step - 1)
 
     def _free_slot(self, oldest_base_step: int) -> int | None:
         """Return the slot for the next record: of those that nothing needs, the one with the oldest content.
@@ -551,19 +555,19 @@ class GradientLog:
         )
 
 
-def _oldest_base_step_after(bases: Bases, written: Mask, step: int) -> int:
+def _oldest_base_step_after(bases: Bases, to_write: Mask, step: int) -> int:
     """Return ``LoggedCheckpoint.oldest_base_step`` of a checkpoint of ``step`` with which these units are written."""
-    return min(int(np.where(written, step, bases.step).min(initial=step)), step)
+    return min(int(np.where(to_write, step, bases.step).min(initial=step)), step)
 
 
 def next_position_in_gradient_pool(
     commit_log: CommitLog, n_kept: int, ring_lines: int, after: int, protected_generations: Set[int] = frozenset()
 ) -> int:
     """Return the position for the next commit record in the pool of a gradient log: the first one after ``after``, in
-    the order of the ring, whose record is not needed. The newest record of each protected checkpoint is needed, and
-    that of each of the ``n_kept`` newest ones: of the newest one, and of those that recovery takes if its record or its
-    manifest is damaged. (Older checkpoints are found through the chain in its manifest.) The log has more than
-    ``n_kept`` positions beside those of protected checkpoints."""
+    the order of the ring, whose record is not needed. The newest record of each protected checkpoint is needed, and the
+    newest record of each of the ``n_kept`` newest checkpoints: recovery takes the second one if the commit record or
+    the manifest of the first one is damaged. (It finds older checkpoints through the chain in a manifest.) The log has
+    more than ``n_kept`` positions beside those of protected checkpoints."""
     tried = candidates(commit_log)
     needed = tried[:n_kept] + [one for one in tried if one.payload_generation in protected_generations]
     kept = {(one.incarnation, one.generation) for one in needed}
@@ -572,4 +576,4 @@ def next_position_in_gradient_pool(
         position = (after + distance) % ring_lines
         if position not in protected:
             return position
-    raise AssertionError("a commit log has more positions than checkpoints are kept")
+    raise AssertionError("a commit log has more positions than needed records")

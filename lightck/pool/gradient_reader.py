@@ -22,6 +22,7 @@ from lightck.pool.format.gradients import (
     CHAIN_COMMITTED,
     HOME_ROW_DTYPE,
     IN_RECORD,
+    N_HOMES,
     ChainEntry,
     Crcs,
     GradientPart,
@@ -47,8 +48,8 @@ from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
 
 class StoredTensor(NamedTuple):
-    """Where the bytes of one tensor lie in the pool, and their checksums: of a base, of an older base, or of what a
-    record holds. ``GradientCheckpoint.read`` verifies the bytes."""
+    """Where the bytes of one tensor lie in the pool, and their checksums. The bytes are those of a base or an older
+    base, or lie in a gradient record. ``GradientCheckpoint.read`` verifies the bytes."""
 
     entry: Entry
     number: int
@@ -80,8 +81,8 @@ class GradientCheckpoint:
             raise DamagedError("its manifest has a wrong number of records")
         self._records = np.frombuffer(manifest, HOME_ROW_DTYPE, header.n_records, MANIFEST_HEADER_NBYTES)
         self._crcs = np.frombuffer(manifest, "<u4", header.crcs_count, header.crcs_offset)
-        self._homes = [number for number, entry in enumerate(reader.entries) if entry.place == HOME_PLACE]
-        self.part = GradientPart.unpack(manifest, header, sb, len(self._homes))
+        self._home_numbers = [number for number, entry in enumerate(reader.entries) if entry.place == HOME_PLACE]
+        self.part = GradientPart.unpack(manifest, header, sb, len(self._home_numbers))
         self.rows: Rows = checked_homes(self._records, reader.entries, len(self._crcs), self.part, header, sb.block)
         """For each entry in a home, in the order of the layout table, where its base lies (``HOME_ROW_DTYPE``)."""
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
@@ -118,7 +119,7 @@ class GradientCheckpoint:
 
     def name_of(self, row: int) -> str:
         """Return the name of the tensor whose base ``rows[row]`` describes."""
-        return self._entries[self._homes[row]].name
+        return self._entries[self._home_numbers[row]].name
 
     def bases(self) -> Iterator[StoredTensor]:
         """Yield the base of each tensor that lies in a home."""
@@ -135,24 +136,24 @@ class GradientCheckpoint:
         (``IN_RECORD``)."""
         return [
             self._entries[number].name
-            for number, row in zip(self._homes, self.rows, strict=True)
+            for number, row in zip(self._home_numbers, self.rows, strict=True)
             if row["generation"] and row["home"] == IN_RECORD
         ]
 
     def units_without_home(self) -> list[StoredTensor]:
         """Return the tensors of units that have no home: they are whole in each checkpoint."""
-        homes = {self._entries[number].name for number in self._homes}
+        names_in_homes = {self._entries[number].name for number in self._home_numbers}
         return [
             one
             for name, one in self.in_record.items()
-            if name not in homes and is_of_unit(one.entry.role, name, one.entry.alias)
+            if name not in names_in_homes and is_of_unit(one.entry.role, name, one.entry.alias)
         ]
 
     def _in_homes(self, rows: Rows, crcs: Crcs) -> Iterator[StoredTensor]:
         sb = self.reader.superblock
-        for number, row in zip(self._homes, rows.tolist(), strict=True):
+        for number, row in zip(self._home_numbers, rows.tolist(), strict=True):
             generation, step, offset, crc, home = row
-            if generation and home < IN_RECORD:
+            if generation and home < N_HOMES:
                 entry = self._entries[number]
                 found = crcs[crc : crc + blocks_of(entry.nbytes, sb.block)]
                 yield StoredTensor(entry, number, sb.homes[home][0] + offset, generation, step, found)
@@ -185,15 +186,15 @@ class GradientCheckpoint:
         reads = np.array(
             [
                 (
-                    at.offset + first * block,
-                    to,
+                    tensor.offset + first * block,
+                    address,
                     nbytes,
-                    at.crcs.ctypes.data + 4 * first,
-                    at.number,
-                    at.generation,
+                    tensor.crcs.ctypes.data + 4 * first,
+                    tensor.number,
+                    tensor.generation,
                     first,
                 )
-                for at, first, nbytes, to in places
+                for tensor, first, nbytes, address in places
             ],
             READ_DTYPE,
         )

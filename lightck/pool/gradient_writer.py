@@ -25,7 +25,7 @@ from lightck.errors import BackgroundError
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import (
     HOME_ROW_DTYPE,
-    IN_RECORD,
+    N_HOMES,
     ChainEntry,
     Crcs,
     GradientPart,
@@ -93,9 +93,9 @@ class Units:
 
 
 class GradientWriter(PoolWriter):
-    """A pool with gradient records, open for writing. A checkpoint is written so: ``plan_record``, ``prepare``,
-    ``begin``, then ``committed`` or ``free_slot``. A record that is not committed: the same, with ``recorded``
-    instead of ``committed``. Only one of them is in flight. A step without a record is reported to ``skipped``."""
+    """A pool with gradient records, open for writing. The calls for a checkpoint are, in this order: ``plan_record``,
+    ``prepare``, ``begin``, then ``committed`` or ``free_slot``. For a record that is not committed, ``recorded`` takes
+    the place of ``committed``. At most one record is in flight. ``skipped`` reports a step without a record."""
 
     has_whole_checkpoints = False
 
@@ -123,11 +123,11 @@ class GradientWriter(PoolWriter):
         blocks = np.array([blocks_of(entry.nbytes, self.superblock.block) for entry in in_homes], np.int64)
         self._block_starts, self._n_home_crcs = np.cumsum(blocks) - blocks, int(blocks.sum())
         self._entry_of_crc = np.repeat(np.arange(len(in_homes)), blocks)
-        self._home_crcs = np.zeros((2, self._n_home_crcs), np.uint32)
+        self._home_crcs = np.zeros((N_HOMES, self._n_home_crcs), np.uint32)
         """The seeded block checksums of what was written last into each home. Only those that ``log.bases`` names are
         meaningful."""
         self._offsets = np.array([entry.offset for entry in in_homes], np.uint64)
-        self._home_present = np.zeros((2, len(in_homes)), np.bool_)
+        self._home_present = np.zeros((N_HOMES, len(in_homes)), np.bool_)
         """For each home and entry, whether what was written last into this home includes the tensor. (Optimizer state
         may appear after the base of its unit was written. Then the replay makes it.)"""
         self._listed = np.zeros(len(in_homes), np.bool_)
@@ -172,7 +172,7 @@ class GradientWriter(PoolWriter):
 
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS, *, commits: bool = True) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
-        CRC-32C of the page that docs/format.md names, or none. ``commits``: as for ``plan_record``."""
+        CRC-32C of the page that docs/format.md names; empty: no sentinels. ``commits``: as for ``plan_record``."""
         assert not len(plan.in_record), "no unit is written whole into a record"
         self._plan, self._sentinels, self.commits_next = plan, sentinels, commits
         return self.slots.slots[plan.slot]
@@ -190,6 +190,8 @@ class GradientWriter(PoolWriter):
         return frozenset(np.flatnonzero(~is_written[self.units.of_entry]).tolist())
 
     def has_extent_for(self, entry: Entry) -> bool:
+        """As ``PoolWriter.has_extent_for``, but ``entry.place`` does not count: the training does not know which of its
+        tensors lie in homes."""
         number = self.numbers.get(entry.name)
         place = entry.place if number is None else self.entries[number].place
         return super().has_extent_for(entry._replace(place=place))
@@ -327,7 +329,7 @@ class GradientWriter(PoolWriter):
     def _fill_in_bases(self, image: SlotImage) -> None:
         """Write the checksums of all bases into the image of a slot, as if its checkpoints had written them there."""
         bases, of_entry = self.log.bases, self.units.of_entry
-        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
+        home = bases.home[of_entry].astype(np.int64) % N_HOMES
         numbers = np.arange(self._n_home_crcs)
         image.crcs[: self._n_home_crcs] = self._home_crcs[home[self._entry_of_crc], numbers]
         image.records["crc"][: self.n_home_entries] = self._block_starts
@@ -347,7 +349,7 @@ class GradientWriter(PoolWriter):
         """Return for each entry in a home whether the base of its unit includes the tensor, after the record of this
         checkpoint."""
         bases, of_entry = checkpoint.bases, self.units.of_entry
-        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
+        home = bases.home[of_entry].astype(np.int64) % N_HOMES
         is_written = bases.generation[of_entry] == checkpoint.generation
         return np.where(is_written, self._listed, self._home_present[home, np.arange(self.n_home_entries)])
 
@@ -361,7 +363,7 @@ class GradientWriter(PoolWriter):
     def _older_rows(self, checkpoint: LoggedCheckpoint) -> tuple[Rows, Crcs]:
         """Return the rows and the block checksums of the older bases."""
         bases, of_entry = checkpoint.bases, self.units.of_entry
-        other_home = 1 - bases.home[of_entry].astype(np.int64) % IN_RECORD
+        other_home = 1 - bases.home[of_entry].astype(np.int64) % N_HOMES
         present = self._home_present[other_home, np.arange(self.n_home_entries)]
         generation = np.where(present, bases.older_generation[of_entry], 0)
         # A tensor that is missing in the base gets no row here. Then the older base of its unit is incomplete, and is
@@ -380,7 +382,7 @@ class GradientWriter(PoolWriter):
         return rows, crcs
 
     def _crcs_of(self, number: int) -> slice:
-        """Return where the checksums of an entry in a home lie among those of all homes."""
+        """Return where the checksums of an entry in a home lie among those of all entries in homes."""
         start = int(self._block_starts[number])
         return slice(start, start + blocks_of(self.entries[number].nbytes, self.superblock.block))
 
@@ -394,7 +396,8 @@ class GradientWriter(PoolWriter):
 
     def adopt(self, record: CommitRecord) -> None:
         """Write a durable adoption record for a checkpoint that was recovered from its bases, and protect what it
-        needs: the older base of a unit whose base is damaged (``PoolReader.damaged``). The next checkpoint is full."""
+        needs: of each unit the base, or the older base if the base is damaged (``PoolReader.damaged``). The next
+        checkpoint is full."""
         super().adopt(record)
         checkpoint = checkpoint_of(self.reader, chain_entry_of(record))
         names = [[self.entries[number].name for number in one] for one in self.units.tensors]

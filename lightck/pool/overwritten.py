@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightck.pool.format.gradients import IN_RECORD
+from lightck.pool.format.gradients import N_HOMES
 from lightck.pool.gradient_reader import GradientCheckpoint, is_overwritten
 from lightck.pool.reader import PoolReader
 
@@ -24,20 +24,20 @@ class Places:
         order."""
         self._reader = reader
         self._newest = next(iter(checkpoints), None)
-        n_homes = 0 if self._newest is None else len(self._newest.rows)
-        self._generations = np.zeros((IN_RECORD, n_homes), np.uint64)
+        n_home_entries = 0 if self._newest is None else len(self._newest.rows)
+        self._generations = np.zeros((N_HOMES, n_home_entries), np.uint64)
         """[home, entry in a home] -> the newest generation that is known to lie there."""
-        entries = np.arange(n_homes)
+        entries = np.arange(n_home_entries)
         for one in checkpoints:
             for rows in (one.rows, one.part.older):
-                in_home = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+                in_home = (rows["generation"] > 0) & (rows["home"] < N_HOMES)
                 at = rows["home"][in_home], entries[in_home]
                 self._generations[at] = np.maximum(self._generations[at], rows["generation"][in_home])
 
     def is_overwritten(self, checkpoint: GradientCheckpoint) -> bool:
         """Whether something that a checkpoint needs was overwritten."""
         rows = checkpoint.rows
-        in_home = np.flatnonzero((rows["generation"] > 0) & (rows["home"] < IN_RECORD))
+        in_home = np.flatnonzero((rows["generation"] > 0) & (rows["home"] < N_HOMES))
         if (self._generations[rows["home"][in_home], in_home] > rows["generation"][in_home]).any():
             return True
         return any(is_overwritten(self._reader, entry) for entry in checkpoint.needed_records())
@@ -49,7 +49,7 @@ class Places:
         if newest is None or self._is_newest(checkpoint) or self.is_at_rest:
             return False
         rows, of_newest = checkpoint.rows, newest.rows
-        in_home = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+        in_home = (rows["generation"] > 0) & (rows["home"] < N_HOMES)
         same = (rows["generation"] == of_newest["generation"]) & (rows["home"] == of_newest["home"])
         return bool((in_home & ~same).any())
 

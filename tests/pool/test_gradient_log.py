@@ -22,7 +22,7 @@ from lightck.pool.gradient_log import (
     problem_of,
     records_default,
     records_min,
-    round_of,
+    steps_between_writes,
     tolerant_records,
 )
 
@@ -484,14 +484,14 @@ def test_what_is_refused(arguments: Any, in_group: bool, words: str) -> None:
 @pytest.mark.parametrize(
     ("n", "interval", "length"), [(12, 1, 12), (13, 2, 13), (12, 5, 10), (12, 11, 12), (12, 50, 12)]
 )
-def test_a_round_is_a_multiple_of_the_interval(n: int, interval: int, length: int) -> None:
-    assert round_of(n, interval) == length
+def test_steps_between_writes_are_a_multiple_of_the_interval(n: int, interval: int, length: int) -> None:
+    assert steps_between_writes(n, interval) == length
 
 
 @pytest.mark.parametrize(("n", "interval"), [(4, 2), (5, 2), (6, 3), (12, 4), (8, 5), (4, 3), (4, 9)])
 def test_in_the_long_run_no_commit_between_rounds_is_full(n: int, interval: int) -> None:
     """The bases of an earlier commit stay for as long as the newest checkpoint needs records from before it."""
-    length = round_of(n, interval)
+    length = steps_between_writes(n, interval)
     log, full = new_log(length, records_default(n, interval), 2 * length), 0
     for step in range(1, 20 * n):
         commits = step % interval == 0

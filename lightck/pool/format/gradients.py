@@ -32,7 +32,10 @@ GRADIENT_MAGIC = b"LCKGRAD1"
 HOME_ROW_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("home", "<u4")])
 """A tensor record, with the number of the home in the place of its last field (docs/format.md)."""
 IN_RECORD = 2
-"""In the place of the number of a home: the tensor lies whole in the gradient record of this generation."""
+"""In the place of the number of a home: the tensor lies whole in the gradient record whose generation the row has. The
+step of that record is larger by 1 than the ``step`` of the row: the record is one of those after the base."""
+N_HOMES = 2
+"""Number of homes of a unit: homes 0 and 1."""
 CHAIN_COMMITTED = 1
 """Flag of a chain entry: the record was committed as a checkpoint."""
 SENTINEL_PAGE = 4096
@@ -59,7 +62,7 @@ class ChainEntry(NamedTuple):
 
 
 class GradientPart(NamedTuple):
-    """What a manifest in a pool with gradient records has in addition to the others."""
+    """The part that only the manifests of pools with gradient records have."""
 
     older: Rows
     """For each entry in a home, in the order of the layout table, its older base (``HOME_ROW_DTYPE``). ``crc`` is an
@@ -69,7 +72,8 @@ class GradientPart(NamedTuple):
     chain: tuple[ChainEntry, ...]
     """The records of consecutive steps before the checkpoint's own, oldest first."""
     sentinels: Crcs
-    """For each entry in a home the CRC-32C of one page of its state: of page (step mod number of pages). Or none."""
+    """For each entry in a home the CRC-32C of one page of its state: the page with the number (step of the checkpoint
+    mod number of pages). Empty if the checkpoint has no sentinels."""
 
     def pack(self) -> bytes:
         """Return the bytes of the part. Its offset in the manifest is ``part_offset``."""
@@ -81,14 +85,16 @@ class GradientPart(NamedTuple):
         return b"".join((head, self.older.astype(HOME_ROW_DTYPE).tobytes(), crcs[0], chain, crcs[1]))
 
     @classmethod
-    def unpack(cls, manifest: bytes, header: ManifestHeader, superblock: Superblock, n_homes: int) -> GradientPart:
-        """Parse the part. ``header``: of the same manifest, already checked. ``n_homes``: number of entries of the
-        layout table that lie in homes. Raises ``DamagedError``, also if the chain has a hole."""
+    def unpack(
+        cls, manifest: bytes, header: ManifestHeader, superblock: Superblock, n_home_entries: int
+    ) -> GradientPart:
+        """Parse the part. ``header``: of the same manifest, already checked. ``n_home_entries``: number of entries of
+        the layout table that lie in homes. Raises ``DamagedError``, also if the chain has a hole."""
         at = part_offset(header)
         if len(manifest) < at + _HEAD.size:
             raise DamagedError("its manifest ends before the chain of its gradient records")
         magic, n_older, n_crcs, n_chain, n_sentinels, zero = _HEAD.unpack_from(manifest, at)
-        if magic != GRADIENT_MAGIC or zero or n_older != n_homes or n_sentinels not in (0, n_homes):
+        if magic != GRADIENT_MAGIC or zero or n_older != n_home_entries or n_sentinels not in (0, n_home_entries):
             raise DamagedError("the list of its bases does not belong to the layout table")
         if n_chain >= len(superblock.slots):
             raise DamagedError("the chain of its gradient records is longer than the log")
@@ -155,7 +161,7 @@ def checked_homes(
     offsets = np.array([entries[number].offset for number in numbers], np.uint64)
     blocks = np.array([blocks_of(entries[number].nbytes, block) for number in numbers], np.uint64)
     present, has_older = rows["generation"] > 0, part.older["generation"] > 0
-    in_home = present & (rows["home"] < IN_RECORD)
+    in_home = present & (rows["home"] < N_HOMES)
     for one, is_there, count in ((rows, in_home, crcs_count), (part.older, has_older, len(part.older_crcs))):
         if (one["offset"] != offsets)[is_there].any() or (one["crc"] + blocks > count)[is_there].any():
             raise DamagedError("its manifest gives a base a wrong offset or checksum index")
@@ -175,7 +181,7 @@ def checked_homes(
 
 def _check_whole(rows: Rows, part: GradientPart, header: ManifestHeader) -> None:
     """Raise ``DamagedError`` unless the records in which these tensors lie whole are in the chain, or are the
-    checkpoint's own."""
+    checkpoint's own. Each such record is that of the step after the ``step`` of the row (``IN_RECORD``)."""
     named = {(entry.generation, entry.step) for entry in part.chain} | {(header.generation, header.step)}
     for generation, step in zip(rows["generation"].tolist(), rows["step"].tolist(), strict=True):
         if (generation, step + 1) not in named:
