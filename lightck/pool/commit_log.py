@@ -3,8 +3,9 @@
 These are pure functions over the records of the log, so the writer, the reader and the checker share one set of rules.
 
 Invariants: Records are ordered by (incarnation, generation), never by step or clock. The newest record of a checkpoint
-is not overwritten while a slot holds the checkpoint's bytes. A record is dead if its generation lies between the
-generations of an adopted checkpoint and of the adoption record.
+is not overwritten while a slot holds the checkpoint's bytes. (In a pool with gradient records, only the records that
+``next_position_in_gradient_pool`` needs stay.) A record is dead if its generation lies between the generations of an
+adopted checkpoint and of the adoption record.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class CommitLog:
 
     @property
     def generation(self) -> int:
-        """The highest generation in the log; 0 if the log is empty."""
+        """The highest generation in the valid records; 0 if there are none."""
         return max((record.generation for record in self.records.values()), default=0)
 
     @property
     def highest_number(self) -> int:
-        """The largest number among all generations, incarnations and steps in the log; 0 if the log is empty."""
+        """The largest number among all generations, incarnations and steps in the valid records; 0 if there are
+        none."""
         steps = (record.step for record in self.records.values())
         return max(self.generation, self.incarnation, *steps, 0)
 
     @property
     def incarnation(self) -> int:
-        """The highest incarnation in the log; 0 if the log is empty."""
+        """The highest incarnation in the valid records; 0 if there are none."""
         return max((record.incarnation for record in self.records.values()), default=0)
 
 

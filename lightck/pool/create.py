@@ -35,9 +35,9 @@ from lightck.pool.format.structures import (
 from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.failures import undo_on_error
 
-RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
+RESERVE_MIN, RESERVE_DIVISOR = 256 * KIB, 32
 """The reserve of a slot is the space for extra entries: tensors that appear or grow after the pool is created. It has
-``RESERVE_MIN`` bytes, or 1/``RESERVE_SHARE`` of the payload if that is more."""
+``RESERVE_MIN`` bytes, or 1/``RESERVE_DIVISOR`` of the payload if that is more."""
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
 """A manifest has room for ``STATE_MIN`` bytes of small state, or for ``STATE_FACTOR`` times its expected length if that
 is more."""
@@ -111,7 +111,7 @@ def _geometry(
     has_gradients = any(e.place == HOME_PLACE or e.role == GRADIENT_ROLE for e in entries)
     in_homes = [e for e in entries if e.place == HOME_PLACE]
     in_slots = [e for e in entries if e.place != HOME_PLACE]
-    reserve = max(RESERVE_MIN, sum(e.nbytes for e in in_slots) // RESERVE_SHARE) + spare_nbytes
+    reserve = max(RESERVE_MIN, sum(e.nbytes for e in in_slots) // RESERVE_DIVISOR) + spare_nbytes
     # The factor 2: a tensor whose size changed gets an extent of double its size (PoolWriter._append).
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     encoded = layout.encode_extras(

@@ -5,7 +5,7 @@ cache, and ``DirectWrites.method`` says why. If the kernel refuses a direct writ
 then on. Both ways write the same bytes to the same places, commit in the same
 order with the same syncs, and survive the same failures: they differ in processor time.
 
-The kernel must keep direct writes, the mapping and reads of one file in step. Only the file systems below are trusted
+The kernel must keep direct writes, the mapping and reads of one file coherent. Only the file systems below are trusted
 to do so, because lightck knows what their code does.
 """
 
@@ -69,7 +69,9 @@ def _enable(medium: Medium, engine: Engine, fd: int, extents: Extents) -> str | 
     """Let the medium write directly. Returns why it cannot, or None."""
     if len(extents) != 1 or extents[0][0] != 0:
         return "the pool is not a plain file"
-    if os.sysconf("SC_PAGE_SIZE") != PAGE:  # a folio of the page cache could be larger than a window
+    # native/src/direct.c keeps stores and direct writes apart in windows of 2 MiB. With larger pages, a folio of the
+    # page cache could be larger than a window.
+    if os.sysconf("SC_PAGE_SIZE") != PAGE:
         return f"the pages of this machine have {os.sysconf('SC_PAGE_SIZE')} bytes"
     try:  # a descriptor of its own: O_DIRECT on ``fd`` would hold for reads too
         direct_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

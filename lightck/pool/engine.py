@@ -36,8 +36,8 @@ THREADS_WITH_DEVICES_MAX = 8
 """The largest default number of copy threads of a training on devices (see ``threads_with_devices``)."""
 THREADS_FOR_DIRECT_WRITES = 16
 """Default number of copy threads if blocks are written past the page cache. Such a thread sleeps until the disk has its
-block. Then it has idle priority, and waits for a free processor. With so many of them, a free moment is enough for many
-blocks, and the disk always has some to write. No default is larger than this."""
+block. Then it waits for a free processor, because it has idle priority. With so many threads, one free moment of a
+processor is enough to start many writes, and the disk always has some to do. No default is larger than this."""
 _SLICE_MS = 100
 """Maximum milliseconds of one native call that waits."""
 _ZEROS_NBYTES = 1 << 20
@@ -258,7 +258,7 @@ class Job:
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies begin of a job that was submitted before its sources were complete (``LCK_HELD``). Call this
+        """Start the copies of a job that was submitted before its sources were complete (``LCK_HELD``). Call this
         method when they are complete. Returns False if the job was dropped or forgotten. Raises ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
         if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten

@@ -155,8 +155,9 @@ def _each_block(blocks: Blocks) -> Iterator[tuple[int, int]]:
 
 
 def metadata_of(reader: PoolReader) -> list[tuple[int, int]]:
-    """Return the ranges of a pool (begin, end) without which its checkpoints cannot be found: superblocks, tables,
-    commit log, the head of each slot, and the manifests of the checkpoints that the commit log names."""
+    """Return the ranges of a pool (begin, end) without which its checkpoints cannot be found: superblocks, tables and
+    commit log; the head of each slot, and the headers of its two manifests, which show whether commit records were
+    erased; and the manifests of the checkpoints that the commit log names."""
     sb = reader.superblock
     found = ByteRanges((at, at + SUPERBLOCK_NBYTES) for at in SUPERBLOCK_OFFSETS)
     for at in sb.table_offsets:

@@ -416,6 +416,7 @@ class StoredCheckpoint:
 
     @property
     def iteration(self) -> int:
+        """As in ``ManifestHeader``."""
         return self.header.iteration
 
     @property
@@ -518,8 +519,8 @@ class StoredCheckpoint:
         number, record = self._index[name], self.records[self._index[name]]
         n_blocks = blocks_of(self._record_entries[number].nbytes, self.reader.superblock.block)
         stored = self.crcs[int(record["crc"]) :][:n_blocks].tolist()
-        pool, generation = uuid_words(self.header.origin), int(record["generation"])
-        return [crc ^ lib.lck_block_seed(*pool, number, generation, block) for block, crc in enumerate(stored)]
+        origin, generation = uuid_words(self.header.origin), int(record["generation"])
+        return [crc ^ lib.lck_block_seed(*origin, number, generation, block) for block, crc in enumerate(stored)]
 
     @property
     def _slot_offset(self) -> int:

@@ -8,15 +8,16 @@ locks:
                 (``SlotLocks``). If a reader holds the slot, take another one
                 (``slot_without_reader`` in ``slots.py``)
 
-Invariant: lock and header exclude each other. The training sees a reader that has locked before, and a reader that
-locks later sees the new header. A query for the lock in place of the write lock would leave a gap between the two.
+Invariant: either the training sees the lock of a reader, or the reader sees the new header of the training. Therefore
+the training takes the lock. If it only asked whether a reader has one, a reader could lock the slot after the answer
+and before the store of the new header, and still find the old header.
 
 A hold only lets a reader finish. The checksums show whether what it read is right. So no reader can stop a training:
 holds count only while the training has two slots besides them (in a group of ranks: three). Otherwise it overwrites the
 oldest held checkpoint, and its reader sees that and starts again.
 
-Failure cases: a killed reader loses its locks as soon as its last process that inherited the descriptor has ended. On a
-file system or in a sandbox without these locks, nothing is held.
+Failure cases: the locks of a killed reader end as soon as the reader and all processes that inherited its descriptor
+have ended. On a file system or in a sandbox without these locks, nothing is held.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class Slots:
 
     slots: list[Slot]
     protected: int | None = None
-    """Index of the slot with the newest committed checkpoint, which must not be written."""
+    """Index of the slot with the newest committed checkpoint. It must not be written, unless ``kept_instead`` is
+    set."""
     dead: tuple[int, int] = (0, 0)
     """The generations of the adopted checkpoint and of its adoption record. Checkpoints with generations strictly
     between these two are dead."""
@@ -172,8 +173,9 @@ class SlotChoice(NamedTuple):
 def slot_without_reader(
     slots: Slots, locks: SlotLocks, n_free_min: int, choose: Callable[[frozenset[int]], Slot | None]
 ) -> SlotChoice:
-    """Return the slot for the next checkpoint, locked until its header is stored. ``choose``: returns the best slot
-    that is not in this set. ``n_free_min``: how many slots the training needs besides those that readers hold."""
+    """Return the slot for the next checkpoint. It is locked until its header is stored, unless a reader holds it
+    (``is_overrun``). ``choose``: takes the indexes of slots to skip, and returns the best of the others.
+    ``n_free_min``: how many slots the training needs besides those that readers hold."""
     locks.unlock_all_but({slot.index for slot in slots.slots if slot.in_flight})
     held: set[int] = set()
     while (slot := choose(frozenset(held))) is not None:

@@ -172,8 +172,8 @@ class PoolWriter:
         )
 
     has_whole_checkpoints = True
-    """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and only a copy of a whole
-    checkpoint (``slot_for_copy``) is copied into its slot before ``begin``."""
+    """Whether each slot holds a whole checkpoint. If not, no checkpoint can be pinned, and only a copy of a whole
+    checkpoint (``slot_for_copy``) uses a reservation."""
 
     commits_next = True
     """``Pending.commits`` of what ``begin`` starts next."""
@@ -183,7 +183,7 @@ class PoolWriter:
 
     @property
     def not_due(self) -> frozenset[int]:
-        """Numbers of the records that the next checkpoint must leave out, because it is not their turn."""
+        """Record numbers of the tensors that the next checkpoint must leave out: their units are not due."""
         return frozenset()
 
     # -- layout ------------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ class PoolWriter:
         return [slot.index for slot in struck]
 
     def reuse_damaged(self, index: int, generation: int) -> bool:
-        """Use the slot of a damaged checkpoint next (``Slots.reuse_damaged``). In a group of ranks, its rule must allow
-        the slot first. Returns False if the slot holds another checkpoint by now."""
+        """Let the next checkpoint use the slot of a damaged one (``Slots.reuse_damaged``). In a group of ranks,
+        its rule (``ranks/rule.py``) can delay this. Returns False if the slot holds another checkpoint by now."""
         records = candidates(self.commit_log)
         committed = {(record.slot, record.payload_generation) for record in records}
         return self.slots.reuse_damaged(index, generation, committed, may_unprotect=not self.superblock.has_group)
@@ -336,8 +336,8 @@ class PoolWriter:
         return self.slots.choose(held)
 
     def choose_slot(self, choose: Callable[[frozenset[int]], Slot | None]) -> SlotChoice:
-        """Return the slot for the next checkpoint. Slots that other processes read are skipped, while the training
-        has enough others. ``choose``: returns the best free slot that is not in this set."""
+        """Return the slot for the next checkpoint. Slots that other processes read are skipped, while the training has
+        enough others. ``choose``: takes the indexes of slots to skip, and returns the best free one of the others."""
         if not self.has_whole_checkpoints:
             return SlotChoice(choose(frozenset()))
         return slot_without_reader(self.slots, self._slot_locks, 3 if self.superblock.has_group else 2, choose)
@@ -566,9 +566,9 @@ class PoolWriter:
         raise BackgroundError(
             f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. A "
             "checkpoint that is committed now could not be found after a crash. The training in memory is intact. To "
-            "keep it, close this session, and attach to another path, where its steps are counted from 0; with "
-            "resume=True a pool that lies at the present path is restored over it. Keep cleaners of temporary files "
-            "away from the pool.",
+            "keep it, close this session, and attach to another path, where its steps are counted from 0. Do not "
+            "attach to the present path with resume=True: the checkpoint of a pool that lies there would replace the "
+            "training in memory. Keep cleaners of temporary files away from the pool.",
             errno.ENOENT,
         )
 
