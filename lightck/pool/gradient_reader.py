@@ -37,12 +37,13 @@ from lightck.pool.format.structures import (
     CommitRecord,
     DamagedError,
     ManifestHeader,
+    is_struck_header,
     manifest_hash,
     unpack_slot_header,
     uuid_words,
 )
 from lightck.pool.gradient_log import Bases, GradientRecord, LoggedCheckpoint
-from lightck.pool.reader import READ_DTYPE, PoolReader
+from lightck.pool.reader import READ_DTYPE, STRUCK_REASON, PoolReader
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error
 from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
@@ -227,12 +228,13 @@ class GradientCheckpoint:
 
 def checkpoint_of(reader: PoolReader, entry: ChainEntry) -> GradientCheckpoint:
     """Return the checkpoint that a commit record (``chain_entry_of``) or a chain names. Raises ``DamagedError`` with
-    the reason if it was overwritten or its manifest fails a check, and ``PoolIOError``."""
+    the reason if it was overwritten or struck, or if its manifest fails a check, and ``PoolIOError``."""
     sb = reader.superblock
     with as_io_error(f"The checkpoint of step {entry.step} in the pool {reader.path!r} cannot be read"):
-        generation = unpack_slot_header(reader.read(sb.slots[entry.slot][0], SLOT_HEADER_NBYTES), entry.slot, sb.uuid)
-        if (generation or 0) > entry.generation:
-            raise DamagedError("its slot was reused by a newer gradient record")
+        slot_header = reader.read(sb.slots[entry.slot][0], SLOT_HEADER_NBYTES)
+        if (unpack_slot_header(slot_header, entry.slot, sb.uuid) or 0) > entry.generation:
+            is_struck = is_struck_header(slot_header)
+            raise DamagedError(STRUCK_REASON if is_struck else "its slot was reused by a newer gradient record")
         if entry.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the space for it")
         manifest = reader.read(sb.manifest_at(entry.slot, entry.manifest_index), entry.manifest_nbytes)
@@ -336,7 +338,7 @@ def older_base_problems(
 
 
 def is_overwritten(reader: PoolReader, entry: ChainEntry) -> bool:
-    """Whether the slot of a gradient record was reused by a newer one."""
+    """Whether the slot of a gradient record was reused by a newer one, or the record was struck."""
     return (reader.slot_generation(entry.slot) or 0) > entry.generation
 
 

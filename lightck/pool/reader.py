@@ -326,7 +326,7 @@ class PoolReader:
     def checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         """Return the checkpoint that a commit record names.
 
-        Raises ``DamagedError`` with the reason if the checkpoint was overwritten or fails a check. Raises
+        Raises ``DamagedError`` with the reason if the checkpoint was overwritten or struck, or fails a check. Raises
         ``PoolIOError`` if the system cannot read the pool (out of memory, no descriptors)."""
         with as_io_error(f"The checkpoint of step {record.step} in the pool {self.path!r} cannot be read"):
             return self._checkpoint(record)

@@ -26,7 +26,7 @@ from lightck.pool.gradient_log import records_default, records_min
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.planned_records import CopyPlan
-from lightck.pool.reader import open_pool
+from lightck.pool.reader import STRUCK_REASON, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.writer import RelayoutNeededError
 
@@ -352,6 +352,25 @@ def test_the_manifest_of_a_record_that_is_not_committed_is_in_the_chain_of_the_n
         flags = {one.step: one.flags for one in checkpoint.part.chain}
         assert (checkpoint.step, flags[5], flags[6], flags[7]) == (8, CHAIN_COMMITTED, 0, 0)
         assert "model/mean" not in checkpoint_of(reader, checkpoint.part.chain[-1]).in_record
+
+
+def test_a_struck_checkpoint_is_named_as_such(training):
+    """Not as one whose slot a newer record took: no record is newer than the strike."""
+    with training.opened() as writer:
+        for _ in range(3):
+            training.save(writer, training.update(names_but()))
+        training.skip(writer, training.update(names_but()))
+        training.save(writer, training.update(names_but()))
+        full = training.acknowledged
+        assert len(writer.strike(0, full)) == 3
+    check(training)
+    with closing(open_pool(str(training.path), gradients=True)) as reader:
+        struck = [one for one in committed(reader) if one.generation < full]
+        assert struck
+        for one in struck:
+            with pytest.raises(DamagedError) as found:
+                checkpoint_of(reader, one)
+            assert str(found.value) == STRUCK_REASON
 
 
 @pytest.mark.parametrize("seed", range(6))
