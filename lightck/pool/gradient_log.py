@@ -115,13 +115,15 @@ def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, i
             f"lose every checkpoint. Use at least {least}."
         )
     if records > RECORD_SLOTS_MAX:
-        needs = f"base_every={base_every} needs {records} records"
-        fact = needs if log_records is None else f"log_records is {records}"
-        cure = f", or log_records of {least} to {RECORD_SLOTS_MAX}" if least <= RECORD_SLOTS_MAX else ""
-        return (
-            f"{fact}, and a pool has at most {RECORD_SLOTS_MAX} records. Choose a smaller base_every"
-            f"{cure if log_records is None else ' or log_records'}."
-        )
+        is_enough = least <= RECORD_SLOTS_MAX
+        values = f"log_records of {least} to {RECORD_SLOTS_MAX}"
+        if log_records is None:
+            fact = f"base_every={base_every} needs {records} records"
+            cure = f"a smaller base_every, or {values}" if is_enough else "a smaller base_every"
+        else:
+            fact = f"log_records is {records}"
+            cure = values if is_enough else "a smaller base_every and a smaller log_records"
+        return f"{fact}, and a pool has at most {RECORD_SLOTS_MAX} records. Choose {cure}."
     return None
 
 

@@ -471,7 +471,8 @@ def test_bounds_of_the_number_of_records(
         ((12, None, 0), False, "interval=0 is less than 1"),
         ((5, None, 3), True, "base_every of at least 6"),
         ((129, None, 1), False, "base_every=129 needs 257 records.*smaller base_every, or log_records of 129 to 255"),
-        ((12, 256, 1), False, "log_records is 256"),
+        ((12, 256, 1), False, "log_records is 256, .* Choose log_records of 12 to 255\\.$"),
+        ((300, 400, 1), False, "log_records is 400, .* Choose a smaller base_every and a smaller log_records\\.$"),
         ((300, None, 1), False, "smaller base_every\\.$"),
     ],
 )
