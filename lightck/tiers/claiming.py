@@ -77,17 +77,23 @@ def claim_tier(store: Store, run: str, written_by: str) -> Claim:
 def claim_tiers(stores: Sequence[Store], run: str, written_by: str, resume_point: ResumePoint | None) -> Claim:
     """Make one claim in several tiers, so that the claims of a run are ordered over all of them. ``resume_point``: None
     for a new run. Raises ``TierError``, also if a tier holds another run."""
+    made: list[Claim] = []
     for _ in range(_TRIES):
         listings = [store.listing() for store in stores]
         for store, listing in zip(stores, listings, strict=True):
-            _refuse_other_run(store, listing, run)
+            if _run_of_highest_claim(store, listing) not in (run, None):
+                _withdraw(stores, made)
+                raise _other_run(store)
         claim = _next_claim(stores, listings, resume_point)
         for store, path in zip(stores, _paths(stores, listings, resume_point), strict=True):
             store.put(claim_name(claim), ClaimFile(written_by, run, path).packed())
+        made.append(claim)
         after = [store.listing() for store in stores]
         if not any(is_superseded(listing, claim) for listing in after):
             for store, before, now in zip(stores, listings, after, strict=True):
-                _refuse_concurrent_run(store, claim, run, now.claims - before.claims - {claim})
+                if _holds_other_run(store, now.claims - before.claims - {claim}, run):
+                    _withdraw(stores, made)
+                    raise _other_run(store)
             return claim
         time.sleep(random.uniform(0, _PAUSE_SECONDS_MAX))
     names = " and ".join(repr(str(store)) for store in stores)
@@ -112,11 +118,28 @@ def _next_claim(stores: Sequence[Store], listings: Sequence[Listing], resume_poi
     return claim
 
 
-def _refuse_concurrent_run(store: Store, claim: Claim, run: str, others: Iterable[Claim]) -> None:
-    """Withdraw the claim, and raise ``TierClaimedError``, if another run has claimed the tier at the same time."""
-    if any(read_claim(store, each).run != run for each in others):
-        store.delete(claim_name(claim))
-        raise _other_run(store)
+def _run_of_highest_claim(store: Store, listing: Listing) -> str | None:
+    """Return the run of the highest claim whose file is there; None if there is none. (Another process may have
+    withdrawn a claim since the listing.)"""
+    for claim in sorted(listing.claims, reverse=True):
+        found = claim_if_there(store, claim)
+        if found is not None:
+            return found.run
+    return None
+
+
+def _holds_other_run(store: Store, claims: Iterable[Claim], run: str) -> bool:
+    """Whether one of these claims is there, and is of another run."""
+    found = (claim_if_there(store, each) for each in claims)
+    return any(each is not None and each.run != run for each in found)
+
+
+def _withdraw(stores: Sequence[Store], claims: Iterable[Claim]) -> None:
+    """Delete claims of this process, because the tier belongs to another run: nobody reads a tier that holds the claims
+    of two runs. Nothing lies below these claims."""
+    for claim in claims:
+        for store in stores:
+            store.delete(claim_name(claim))
 
 
 def _other_run(store: Store) -> TierClaimedError:
@@ -166,12 +189,6 @@ def _path_to_newest(store: Store, listing: Listing, step_max: int) -> tuple[Tier
 def _path_to(store: Store, parent: TierCheckpoint) -> tuple[TierCheckpoint, ...]:
     older = (each for each in read_claim(store, parent.claim).path if each.claim != parent.claim)
     return tuple(sorted({*older, parent}))[-_PATH_MAX:]
-
-
-def _refuse_other_run(store: Store, listing: Listing, run: str) -> None:
-    highest = highest_claim(listing)
-    if highest is not None and read_claim(store, highest).run != run:
-        raise _other_run(store)
 
 
 def read_claim(store: Store, claim: Claim) -> ClaimFile:
