@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 
 from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError, Superblock
@@ -88,7 +89,7 @@ class Copies:
         data = self._same_object(sent)
         if data is not None:
             return data
-        for content in (*self._contents_in_pools(sent, named_by), *self._contents_in_tiers(sent)):
+        for content in chain(self._contents_in_pools(sent, named_by), self._contents_in_tiers(sent)):
             data = bytes(content) if sent.coding is None else encoded(content, sent.coding)
             if data is not None and _is_content(data, sent):
                 return data
@@ -133,6 +134,7 @@ class Copies:
                     data = _read(reader, manifest, manifest.objects.index(sent))
                     if len(data) == sent.content_nbytes:
                         yield data
+                        # The caller comes back only if this content did not become the object.
                         if sent.coding is not None and self._holds(reader, manifest):
                             self._recompressed_differently.add(sent.name)
 
@@ -157,6 +159,7 @@ class Copies:
                     continue
                 with suppress(DamagedError):
                     yield content_of(store, other)
+                    # It goes on here only if this content did not become the object.
                     self._recompressed_differently.add(sent.name)
 
     def _holds(self, reader: PoolReader, manifest: TierManifest) -> bool:

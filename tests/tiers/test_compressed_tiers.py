@@ -23,7 +23,7 @@ from toys import everything, same
 import lightck
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import CorruptPoolError, TierError
-from lightck.pool.reader import open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.tiers import codecs, sending
 from lightck.tiers.copying import copy_to_tier
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
@@ -454,6 +454,15 @@ def test_repair_makes_the_same_object_from_the_pool(pool, made):
     damage(tier)
     assert call_json("repair", tier, "--from", pool)[1]["left"] == []
     assert _read(tier) == whole
+
+
+def test_repair_reads_no_more_of_the_pool_than_the_object_needs(pool, made, monkeypatch):
+    """The whole checkpoint is verified only to say why its bytes do not become the object."""
+    tier, verified = made / "zstd", []
+    damage(tier)
+    monkeypatch.setattr(StoredCheckpoint, "verify", lambda self: verified.append(self))
+    assert call_json("repair", tier, "--from", pool)[1]["left"] == []
+    assert not verified
 
 
 @pytest.mark.parametrize("source", ["tier", "pool"])
