@@ -19,6 +19,7 @@ drain -> training    a ``DrainState``. It holds everything that the training mus
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from dataclasses import asdict, dataclass, field
@@ -38,7 +39,7 @@ ANNOUNCING_SIGNALS = tuple(signal.Signals[f"SIG{name}"] for name in _SIGNALS if 
 """Signals with which a system announces to all processes of a job that it will end them. The first one does not end a
 drain."""
 MESSAGE_NBYTES_MAX = 1 << 17
-"""Smaller than what a socket takes in one piece by default."""
+"""No message is larger. A socket takes more than this in one piece by default."""
 REPORTS_MAX, _REPORT_LENGTH_MAX = 8, 1000
 
 
@@ -123,7 +124,10 @@ class DrainSettings:
     """Number of the folder among ``other_tiers`` from which the only tier of this drain is fed (``feeding.py``)."""
 
     def packed(self) -> dict[str, Any]:
-        return asdict(self)
+        # The paths of thousands of ranks differ at their ends only, and a message has room for these.
+        prefix = os.path.commonprefix(self.pools_of_ranks)  # noqa: RUF071 (of the texts, as is meant here)
+        pools = [prefix, *(each.removeprefix(prefix) for each in self.pools_of_ranks)]
+        return {**asdict(self), "pools_of_ranks": pools}
 
     @classmethod
     def unpacked(cls, message: dict[str, Any]) -> DrainSettings:
@@ -135,7 +139,8 @@ class DrainSettings:
             )
             for key in ("tiers", "other_tiers")
         }
-        pools = tuple(message["pools_of_ranks"])
+        prefix, *ends = message["pools_of_ranks"]
+        pools = tuple(prefix + each for each in ends)
         return cls(**{**message, **both, "parent": parent, "pools_of_ranks": pools})
 
 
