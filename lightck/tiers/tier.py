@@ -131,8 +131,9 @@ class Tier:
     def _check_safetensors(self) -> None:
         if is_url(self.root):
             raise ValueError('Tier(format="safetensors") writes files into a folder. Pass the path of one.')
-        others = self.keep_every, self.keep_best, self.rate, self.compress, None if self.reread == "24h" else self
-        if any(each is not None for each in others) or type(self.every) is not int:
+        others = self.keep_every, self.keep_best, self.rate, self.compress
+        has_others = any(each is not None for each in others) or self.reread != "24h" or not self.spare_slot
+        if has_others or type(self.every) is not int:
             raise ValueError(
                 'Tier(format="safetensors") takes every= as a number of updates, keep_last= and what=, and no other '
                 "option."

@@ -1196,6 +1196,7 @@ def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
         {"every": 1, "keep_last": 2, "keep_every": 3, "spare_slot": False},
         {"every": "5min", "format": "safetensors"},
         {"every": 1, "format": "safetensors", "rate": "1MB/s"},
+        {"every": 1, "format": "safetensors", "spare_slot": False},
         {"every": 1, "rate": "1MB"},
         {"every": 1, "rate": 0},
         {"every": 1, "rate": True},
