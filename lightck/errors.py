@@ -39,7 +39,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── ReplayError                   (RuntimeError)        an update cannot be made again, or not with the same bits
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
-    │   ├── KeepError                 (OSError)             an export that a training makes (retention) failed
+    │   ├── KeepError                 (OSError)             an export that a training makes failed
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TierError                     (OSError)             a tier cannot be read or written
     │   └── TierClaimedError          (OSError)             another process, or another run, has the tier

@@ -30,7 +30,7 @@ from lightck.cli.text import Facts, print_json, print_line, size
 from lightck.errors import NoCheckpointError, PoolError, PoolNotFoundError, TierClaimedError, TierError
 
 if TYPE_CHECKING:
-    from lightck.tiers.drain import Copied, PoolSender
+    from lightck.tiers.pool_sender import Copied, PoolSender
 
 
 @click.command("copy", cls=Command, short_help="Send checkpoints to a tier, or fetch one from it.")
@@ -73,7 +73,7 @@ def command(
     by the checksums that the training computed, and attach(..., resume=True) goes on in it.
     """
     import lightck
-    from lightck.tiers.copying import copy_from_tier, copy_to_tier, drain_to
+    from lightck.tiers.copying import copy_from_tier, copy_to_tier, pool_sender
     from lightck.tiers.decisions import Retention
     from lightck.tiers.open_store import is_tier
 
@@ -91,10 +91,10 @@ def command(
         if from_tier:
             raise click.UsageError("--every sends from a pool, and SOURCE is a tier.")
         retention, by = Retention(keep_last=keep_last), lightck.__version__
-        drain = drain_to(
+        sender = pool_sender(
             source, dest, by, retention, options=to_options, codec=compress, bytes_per_second=bytes_per_second
         )
-        return _repeat(drain, source, every, as_json)
+        return _repeat(sender, source, every, as_json)
     with ended_by_signals():
         if from_tier:
             done = copy_from_tier(source, dest, step=step, progress=progress_bar, options=from_options)
@@ -136,24 +136,24 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
         print_line(note)
 
 
-def _repeat(drain: PoolSender, source: str, every: float, as_json: bool) -> int:
+def _repeat(sender: PoolSender, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
     round tries again. If another process has claimed the tier, the command ends."""
     last_message, has_sent, stop = "", False, threading.Event()
 
     def ends(*_: object) -> None:
         stop.set()
-        drain.lift_rate()
+        sender.lift_rate()
 
     with signals_handled(ends, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         while True:
             is_last = stop.is_set()
             try:
-                done = drain.send()
+                done = sender.send()
                 if done is not None:
                     has_sent = True
                     _print(done, as_json, in_one_line=True)
-                drain.retain()
+                sender.retain()
                 last_message = ""
             except TierClaimedError as err:
                 print_error(str(err))

@@ -75,7 +75,7 @@ from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.tiers.claiming import ResumePoint, claim_of
 from lightck.tiers.drains import Drains
-from lightck.tiers.keep import Keep, Retention
+from lightck.tiers.keep import Exports, Keep
 from lightck.tiers.pin import Holds
 from lightck.tiers.session_claim import claim_for_session, run_of_new_training
 from lightck.tiers.tier import Tier
@@ -320,7 +320,7 @@ def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart |
         return OptimizersAtHand() if live_capture is None else optimizers_at_hand(live_capture)
 
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, optimizers_for_replay)
-    keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
+    keeper = Exports(options.exports, file.path, meter, holds) if options.exports is not None else None
     tiers = None
     if options.tiers:
         tiers = Drains(options.tiers, file.path, meter, holds, may_feed_from_folders=group_start is None)

@@ -26,7 +26,7 @@ from lightck.session.cross_check import CrossCheck
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
 from lightck.tiers.drains import Drains
-from lightck.tiers.keep import Retention
+from lightck.tiers.keep import Exports
 from lightck.tiers.pin import Hold, Holds
 
 
@@ -35,7 +35,7 @@ class CommitParticipants:
     """What takes part in the commits of one session's pipeline: pins, exports, tiers, and the nonfinite check."""
 
     holds: Holds = field(default_factory=Holds)
-    keeper: Retention | None = None
+    keeper: Exports | None = None
     tiers: Drains | None = None
     nonfinite_check: NonfiniteCheck | None = None
 

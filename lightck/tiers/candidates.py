@@ -2,9 +2,11 @@
 
 The checkpoints of several tiers and of a pool are ordered by (claim, incarnation, step), all three as the checkpoint
 itself says. So a pool that continued from an old checkpoint, on a machine that was replaced, is older than what its
-successor has sent, even if its step is larger. On a tie the pool is taken, because nothing must be fetched then. Who
-reads one tier only gets its checkpoints by the claim below which they lie, and by their step. (That claim is another
-one only if ``lightck copy`` has sent the checkpoint: a copy of an older checkpoint lies below a newer claim.)
+successor has sent, even if its step is larger. On a tie the pool is taken, because nothing must be fetched then.
+
+A reader of a single tier takes the checkpoints in the order of the claims below which they lie, and then of their
+steps. (Such a claim differs from the one that the checkpoint itself names only if ``lightck copy`` has sent the
+checkpoint: a copy of an older checkpoint lies below a newer claim.)
 
 A checkpoint of a group has one manifest for each rank. All ranks of one checkpoint have one incarnation, because they
 have agreed on it; parts that differ in it belong to different histories, and are never put together.
@@ -193,8 +195,9 @@ def newest_of_all(
 
 
 def _refuse_forked(newest: Sequence[Candidate], pool: str, in_pool: Order | None) -> None:
-    """Raise ``TierClaimedError`` if the newest checkpoints of the tiers, and that of the pool, name different claims
-    with one number: no training comes through two of them."""
+    """Raise ``TierClaimedError`` if the newest checkpoints of the tiers, and that of the pool, name two different
+    claims with the same number. A training makes a claim with a larger number than each claim before it, so neither of
+    these two continues the other."""
     found = [] if in_pool is None else [(pool, in_pool.claim)]
     found += [(f"the tier {str(each.store)!r}", each.order.claim) for each in newest]
     of_numbers: dict[int, tuple[str, Claim]] = {}

@@ -44,7 +44,8 @@ def checkpoint_in_tier(store: Store, manifest: TierManifest) -> Iterator[StoredC
 
 
 class _Pieces:
-    """A ``BlockSource``: before a read it fetches the objects that the read needs to memory, and frees the others."""
+    """A ``BlockSource``: before each read, it fetches into memory the objects that the read needs, and frees the
+    others."""
 
     def __init__(self, store: Store, manifest: TierManifest, fd: int) -> None:
         self._store, self._manifest, self._fd = store, manifest, fd

@@ -144,7 +144,7 @@ def _withdraw(stores: Sequence[Store], claims: Iterable[Claim]) -> None:
 
 def _other_run(store: Store) -> TierClaimedError:
     return TierClaimedError(
-        f"The tier {str(store)!r} belongs to another run, and recovery would take the newest checkpoint of all. "
+        f"The tier {str(store)!r} belongs to another run, and a recovery refuses a tier that holds two runs. "
         "Nothing was written. Choose another folder for this run."
     )
 
@@ -210,12 +210,13 @@ def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
 
 
 def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: str) -> None:
-    """Raise ``TierClaimedError`` if the checkpoint of a tier, which says the claim ``in_tier``, and that of a pool are
-    of two trainings that both began anew: then none of them has replaced the other. (Both have one run id if the second
-    one claimed the tier before the first had sent anything.) Raise it too if the training of the pool neither claimed
-    this tier nor is on the path of the claim: then the numbers of the two claims do not say which is newer. If a claim
-    is gone, or its path is cut, nobody knows."""
-    if _is_beside(store, in_pool, in_tier):
+    """Raise ``TierClaimedError`` if neither of two trainings has replaced the other: the one that saved the newest
+    checkpoint of a pool, and the one that sent a checkpoint of a tier. ``in_pool``, ``in_tier``: the claims that the
+    two checkpoints name. There are two cases. Either both trainings began anew. (Both have one run id if the second one
+    claimed the tier before the first had sent anything.) Or the training of the pool neither claimed this tier nor is
+    on the path of ``in_tier``: then the numbers of the two claims do not say which is newer. Nothing is raised if the
+    file of ``in_tier`` is gone, or if a path was cut, because then this cannot be known."""
+    if _is_other_branch(store, in_pool, in_tier):
         raise forked_error(pool, in_pool, f"the tier {str(store)!r}", in_tier)
     histories = []
     for claim in (in_pool, in_tier):
@@ -232,7 +233,7 @@ def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: st
         )
 
 
-def _is_beside(store: Store, in_pool: Claim, in_tier: Claim) -> bool:
+def _is_other_branch(store: Store, in_pool: Claim, in_tier: Claim) -> bool:
     """Whether the claim ``in_pool`` was made in other tiers only, and ``in_tier`` does not come after it."""
     if not in_pool.number or in_pool in store.listing().claims:
         return False
@@ -254,8 +255,8 @@ def forked_error(one: str, claim: Claim, other: str, other_claim: Claim) -> Tier
 def _unreadable(store: Store, claim: Claim, reason: str) -> TierError:
     return TierError(
         f"The claim {claim} in the tier {str(store)!r} cannot be read: {reason}. Without it lightck cannot say whether "
-        "the tier holds this run. Nothing was written. Look at the medium, move that folder out of the tier, or choose "
-        "another folder for this run."
+        f"the tier holds this run. Nothing was written. Look at the medium, move the folder {claim} out of the tier, "
+        "or choose another folder for this run."
     )
 
 
@@ -275,8 +276,8 @@ def _parse(data: bytes) -> ClaimFile:
 def _checkpoints(path: list[Any]) -> Iterable[TierCheckpoint]:
     for each in path:
         if not isinstance(each, list) or len(each) != 2 or type(each[0]) is not str or type(each[1]) is not int:
-            raise DamagedError("its path is not one of checkpoints")
+            raise DamagedError("its path is no list of checkpoints")
         claim = claim_of(each[0])
         if claim is None:
-            raise DamagedError("its path is not one of checkpoints")
+            raise DamagedError("its path is no list of checkpoints")
         yield TierCheckpoint(claim, each[1])

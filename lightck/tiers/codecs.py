@@ -145,7 +145,7 @@ def _library(codec: str) -> Any:
     )
 
 
-def parsed(codec: object, sections: object, nbytes_max: int) -> Coding:
+def parsed_coding(codec: object, sections: object, nbytes_max: int) -> Coding:
     """Check what a manifest says of the compression of an object. ``nbytes_max``: the largest piece. Raises
     ``DamagedError`` with the reason."""
     if type(codec) is not str or codec not in CODECS:

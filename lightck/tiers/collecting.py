@@ -53,7 +53,7 @@ class Removed(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Files that no checkpoint needs, and that stay."""
+    """Files that stay because they may still be needed: ``reason`` says why."""
 
     kind: str
     names: tuple[str, ...]
@@ -143,7 +143,8 @@ class _Collection:
     def report_left_objects(
         self, listing: Listing, named: Mapping[Writer, set[ObjectName]], unreadable: Mapping[Writer, str]
     ) -> None:
-        """Say which objects stay that no manifest names, and why."""
+        """Say which objects stay that no manifest names, and why; and all objects of each writer that has an unreadable
+        manifest."""
         found: dict[str, list[str]] = defaultdict(list)
         for each in objects_to_collect(listing, named, is_stopped=True, grace=-math.inf):
             if each not in self.gone:
@@ -166,11 +167,11 @@ class _Collection:
 
     def _reason(self, listing: Listing, claim: Claim, time: float) -> str:
         if listing.now - time < self.grace:
-            return self._is_young
+            return self._young_reason
         return f"the process that made claim {claim} may still use them (--stopped: no such process runs)"
 
     @property
-    def _is_young(self) -> str:
+    def _young_reason(self) -> str:
         return f"written within the last {self.grace / 60:.0f} minutes, so perhaps of a checkpoint that is being sent"
 
     def collect_temporary(self, now: float) -> set[Claim]:
@@ -186,7 +187,7 @@ class _Collection:
                 self.result.removed.append(Removed(TEMPORARY, each.name, each.nbytes))
         if young:
             names, nbytes = tuple(each.name for each in young), sum(each.nbytes for each in young)
-            self.result.left.append(Left(TEMPORARY, names, nbytes, self._is_young))
+            self.result.left.append(Left(TEMPORARY, names, nbytes, self._young_reason))
         return set(_claims_of(young))
 
     def collect_claims(
@@ -209,7 +210,9 @@ class _Collection:
             if isinstance(self.store, HasFolders) and not self.is_dry_run:
                 self.store.delete_folders(claim)
         if isinstance(self.store, HasFolders) and not self.is_dry_run:
-            for claim, time in self.store.empty_claims():  # a collector was killed between the file and its folder
+            # A collector that was killed after it had removed the file leaves the folder of a claim. So does a process
+            # that has withdrawn its claim.
+            for claim, time in self.store.empty_claims():
                 if listing.now - time >= self.grace:
                     self.store.delete_folders(claim)
 
@@ -229,7 +232,8 @@ def _read(store: Store, listing: Listing) -> tuple[dict[ManifestName, TierManife
 def _named(
     listing: Listing, contents: Mapping[ManifestName, TierManifest], unreadable: Mapping[Writer, str]
 ) -> dict[Writer, set[ObjectName]]:
-    """Return what the manifests of each writer name, of those writers whose manifests were all read."""
+    """Return for each writer the objects that its manifests name. A writer is left out if one of its manifests cannot
+    be read."""
     named: dict[Writer, set[ObjectName]] = {each.writer: set() for each in listing.objects}
     for name, manifest in contents.items():
         named.setdefault(name.writer, set()).update(each.name for each in manifest.objects)
@@ -239,10 +243,10 @@ def _named(
 def _may_be_resumed_from(
     store: Store, listing: Listing, claim: Claim, contents: Mapping[ManifestName, TierManifest]
 ) -> bool:
-    """Whether a training may continue from a pool whose newest claim is ``claim``, and reads in its file which
-    checkpoints of this tier came before. No training does if a checkpoint here is of a training with a higher claim: it
-    is newer than the pool. (A checkpoint that ``lightck copy`` has sent lies below another claim than the one that it
-    names.)"""
+    """Whether a training may continue from a pool whose newest checkpoint names ``claim``. Such a training reads in the
+    file of the claim which checkpoints of this tier came before. There is no such training if a checkpoint of the tier
+    names a higher claim, because that checkpoint is newer than the pool. (A checkpoint that ``lightck copy`` has sent
+    lies below another claim than the one that it names.)"""
     if any((claim_of(each.claim) or Claim(0, "")) > claim for each in contents.values()):
         return False
     found = claim_if_there(store, claim)

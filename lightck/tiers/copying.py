@@ -16,10 +16,10 @@ from lightck.restore.compact import Progress
 from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_intact_error
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
-from lightck.tiers.drain import Copied, PoolSender
 from lightck.tiers.fetching import fetch, filled_pool, refuse_existing_pool
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.open_store import Options, open_store
+from lightck.tiers.pool_sender import Copied, PoolSender
 
 
 def copy_to_tier(
@@ -36,15 +36,15 @@ def copy_to_tier(
     """Send the newest checkpoint of a pool, or that of ``step``, to a tier: a folder, or a URL (``options``: of an
     object store). ``written_by``: this release of lightck. ``bytes_per_second``: the largest rate. ``codec``: as for
     ``TierWriter``. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if
-    its updates cannot be made again."""
-    drain = drain_to(pool, tier, written_by, options=options, bytes_per_second=bytes_per_second, codec=codec)
+    its gradient records need an optimizer of another class than those of ``torch.optim``."""
+    sender = pool_sender(pool, tier, written_by, options=options, bytes_per_second=bytes_per_second, codec=codec)
     before = open_store(tier, options).listing()
-    copied = drain.send(step, progress)
+    copied = sender.send(step, progress)
     assert copied is not None, "nothing was sent before"
     return replace(copied, notes=_notes_on_larger_steps(before, copied.step))
 
 
-def drain_to(
+def pool_sender(
     pool: str | os.PathLike[str],
     tier: str | os.PathLike[str],
     written_by: str,
@@ -66,7 +66,7 @@ def drain_to(
             "a pool."
         )
     store = open_store(tier, options)
-    store.refuse_other_folder()
+    store.refuse_foreign_contents()
     return PoolSender(pool, store, written_by, retention, bytes_per_second=bytes_per_second, codec=codec)
 
 

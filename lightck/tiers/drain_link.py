@@ -1,6 +1,6 @@
-"""The tiers of a session: what the training does for its drain.
+"""One drain of a session, as the training sees it: what the training does for this drain and its tiers.
 
-    claim      after the pool was checked, and before its checkpoint is adopted: one claim in all tiers
+    use claim  one claim in all tiers, which was made after the pool was checked, and before its checkpoint is adopted
     start      the drain (``drain_process.py``), when the session is ready
     offer      a checkpoint that is due by its step: it is held and reported to the drain, until the drain holds it
     read       what the drain has done, at each commit; start it again if it was killed
@@ -10,14 +10,15 @@ A tier whose ``every`` is a time needs no offer: the drain takes the newest chec
 the training was killed. In a group of ranks only the checkpoints on which all have agreed are offered
 (``group_schedule.py``), and rank 0 makes the claim for all.
 
-Invariants: the training waits until something is sent only in ``finish`` and ``send_newest``, and for a drain that
-starts 2 s at most. The drain and what waits for it need no more slots than ``Drains.n_spare_slots``: until the drain
-holds a checkpoint, the training holds it, and may break that hold (``pool/slot_locks.py``).
+Invariants: only in ``finish`` and ``send_newest`` does the training wait until something is sent. Until a drain has
+begun, it waits for 2 s at most. The drain and what waits for it need no more slots than ``Drains.n_spare_slots``: until
+the drain holds a checkpoint, the training holds it, and may break that hold (``pool/slot_locks.py``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
 from lightck.tiers.drain_reports import DrainReports, added, not_sent_error
+from lightck.tiers.drain_role import DrainRole
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.due_steps import DueSteps
 from lightck.tiers.group_schedule import GroupSchedule
@@ -38,7 +40,6 @@ from lightck.tiers.logged_metrics import LoggedMetrics
 from lightck.tiers.offer import Offer
 from lightck.tiers.open_store import open_store
 from lightck.tiers.pin import Hold, Holds
-from lightck.tiers.place import Place
 from lightck.tiers.session_claim import Claimed
 from lightck.tiers.tier import Tier
 
@@ -65,22 +66,22 @@ class DrainLink:
         pool: str,
         meter: Meter,
         holds: Holds,
-        place: Place,
+        role: DrainRole,
         show: Callable[[Sequence[TierStats]], None],
     ) -> None:
-        """``meter``: counts what is read again of the pool. ``place``: this drain among those of the session. ``show``:
-        called with the figures of the tiers whenever they have changed."""
-        self._tiers, self._pool, self._holds, self._place, self._show_stats = tiers, pool, holds, place, show
+        """``meter``: counts what is read again of the pool. ``role``: what this drain must know of the others of the
+        session. ``show``: called with the figures of the tiers whenever they have changed."""
+        self._tiers, self._pool, self._holds, self._role, self._show_stats = tiers, pool, holds, role, show
         self._pid = os.getpid()
         refuse_missing_libraries(each.compress for each in tiers)  # fail now, not much later in the drain
         self.stores = [open_store(each.path, each.options) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
         self._started_at, self._n_restarts, self._has_given_up = 0.0, 0, False
-        self._due = DueSteps(tiers, self._place.feeds)
-        self._has_asked_for_first = False
-        self._fresh_from, self._is_fresh_reported = 0, True
-        """The step of the newest checkpoint when others were struck: it and older ones may hold old bytes."""
+        self._due, self._has_asked_for_first = DueSteps(tiers, self._role.feeds), False
+        self._stale_up_to, self._is_stale_reported = 0, True
+        """``_stale_up_to``: checkpoints of this step and of earlier ones may hold old bytes, because some were struck;
+        0: none was. ``_is_stale_reported``: whether the drain has heard of that."""
         self._schedule: GroupSchedule | None = None
         """What the ranks of a group send; None in a single process, and until the group has begun."""
         self._stop_agreeing: Callable[[], None] = lambda: None
@@ -108,7 +109,7 @@ class DrainLink:
         self._before = list(self._states)
         """What earlier drains of this session have done."""
         self._written_at: list[float | None] = [None] * len(tiers)
-        """When the newest checkpoint of each tier was written, at the time of the claim."""
+        """For each tier: when the checkpoint was written that was its newest one when the tier was claimed."""
         self._must_finish = self._is_finished = self._is_left_alone = False
         """``_is_finished``: whether a drain has said after ``close`` that it is done; ``_is_left_alone``: whether
         ``close`` has not waited for that, because the grace period of a signal was over."""
@@ -141,8 +142,7 @@ class DrainLink:
         self._due.begin(claimed.newest, claimed.is_empty)
         self._states = [TierStats(tier.path, step) for tier, step in zip(self._tiers, claimed.newest, strict=True)]
         self._show()
-        now = time.time()
-        self._written_at = [None if age is None else now - age for age in claimed.ages]
+        self._written_at = [None if age is None else time.time() - age for age in claimed.ages]
         self._settings = DrainSettings(
             self._pool,
             claimed.claim,
@@ -156,9 +156,9 @@ class DrainLink:
             rank,
             len(pools_of_ranks),
             tuple(each for each in pools_of_ranks if each),
-            self._place.number,
-            tuple(TierSettings.of(each, has_parent=False) for each in self._place.other_tiers),
-            self._place.fed_from,
+            self._role.number,
+            tuple(TierSettings.of(each, has_parent=False) for each in self._role.other_tiers),
+            self._role.fed_from,
         )
 
     def agree(self, schedule: GroupSchedule, stop: Callable[[], None]) -> None:
@@ -202,10 +202,10 @@ class DrainLink:
         for step, metrics in self._metrics.of_steps.items():
             self._handle.send({"metrics": metrics, "step": step})
         if self._signal_grace is not None:
-            self._handle.send({"grace": self._signal_grace})
-        self._is_fresh_reported = not self._fresh_from
-        self._report_fresh()
-        if any(each.needs_specific_steps for each in self._tiers) and not self._place.is_fed:
+            self._handle.send({"signal_grace": self._signal_grace})
+        self._is_stale_reported = not self._stale_up_to
+        self._report_stale()
+        if any(each.needs_specific_steps for each in self._tiers) and not self._role.is_fed:
             self._handle.wait_until_ready()
 
     # -- at each commit
@@ -233,12 +233,12 @@ class DrainLink:
 
     def struck(self) -> None:
         """Checkpoints were struck: the newest one and older ones may hold old bytes."""
-        self._fresh_from, self._is_fresh_reported = self._newest, False
-        self._report_fresh()
+        self._stale_up_to, self._is_stale_reported = self._newest, False
+        self._report_stale()
 
-    def _report_fresh(self) -> None:
-        if not self._is_fresh_reported and self._handle is not None:
-            self._is_fresh_reported = self._handle.send({"fresh_from": self._fresh_from})
+    def _report_stale(self) -> None:
+        if not self._is_stale_reported and self._handle is not None:
+            self._is_stale_reported = self._handle.send({"stale_up_to": self._stale_up_to})
 
     def _follow_schedule(self, writer: PoolWriter, step: int) -> None:
         """Hold the checkpoint if the ranks have planned to send this step; offer it when all do."""
@@ -246,7 +246,7 @@ class DrainLink:
         if schedule is None:
             return
         if missed := [number for number in range(len(self._tiers)) if schedule.is_missed(number, step)]:
-            self._count_missed_of_group(step, missed)
+            self._warn_of_missed_of_group(step, missed)
         plan = schedule.reached(step)
         if plan is not None:
             slot = writer.slots.protected
@@ -268,7 +268,7 @@ class DrainLink:
             self._holds.release(self._planned.hold)
         self._planned = None
 
-    def _count_missed_of_group(self, step: int, numbers: list[int]) -> None:
+    def _warn_of_missed_of_group(self, step: int, numbers: list[int]) -> None:
         if not self._is_miss_reported:
             self._is_miss_reported = True
             roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
@@ -281,8 +281,8 @@ class DrainLink:
             )
 
     def _offer_checkpoint(self, writer: PoolWriter, step: int, due: list[int]) -> None:
-        """Hold the newest checkpoint, and tell the drain; if it is busy, only if a tier needs exactly this one.
-        (Otherwise one that is committed when the drain is ready will do.)"""
+        """Hold the newest checkpoint, and tell the drain. While the drain is busy, this is done only if a tier needs
+        exactly this checkpoint: any other tier can be sent a later one, when the drain is ready."""
         assert self._handle is not None, "started"
         slot = writer.slots.protected
         assert slot is not None, "the newest committed slot is protected"
@@ -293,9 +293,9 @@ class DrainLink:
         if self._handle.state.is_busy or self._offer is not None:
             self._ask_for_first(due)
             due = [number for number in due if self._due.needs_step(number, step, metrics or {})]
-            # The drain holds one, or is about to take the one that was offered; and one can wait.
+            # The drain is busy with one. One more can wait: in ``_waiting``, or as an offer that is not reported yet.
             if due and (self._waiting is not None or (self._offer is not None and not self._is_offered)):
-                self._count_missed(step, due)
+                self._warn_of_missed(step, due)
                 return
             if not due:
                 return
@@ -318,15 +318,15 @@ class DrainLink:
 
     def _hold(self, writer: PoolWriter, slot: int) -> Hold | None:
         """Hold a checkpoint for the drain, if the pool has a slot for that."""
-        return self._holds.take_slot(writer, slot) if self._place.may_hold() else None
+        return self._holds.take_slot(writer, slot) if self._role.may_hold() else None
 
     @property
     def n_holds(self) -> int:
         """How many checkpoints are held until the drain holds them."""
         return sum(each is not None and each.hold is not None for each in (self._offer, self._waiting, self._planned))
 
-    def _count_missed(self, step: int, numbers: list[int]) -> None:
-        tiers = [each for number in numbers for each in (self._tiers[number], *self._place.feeds.get(number, ()))]
+    def _warn_of_missed(self, step: int, numbers: list[int]) -> None:
+        tiers = [each for number in numbers for each in (self._tiers[number], *self._role.feeds.get(number, ()))]
         roots = " and ".join(repr(each.path) for each in tiers)
         log.warning(
             "lightck: the checkpoint of step %d, for which keep_every or keep_best asked, is not sent to the tier %s: "
@@ -358,7 +358,7 @@ class DrainLink:
         """Let the drain survive signals for so many seconds after the first one."""
         self._signal_grace = grace
         if self._handle is not None:
-            self._handle.send({"grace": grace})
+            self._handle.send({"signal_grace": grace})
 
     def ask_for_newest(self) -> None:
         """Let the drain send the newest checkpoint now. Any thread may call this."""
@@ -389,7 +389,7 @@ class DrainLink:
                 self.ask_for_newest()
                 asked_at = now
             handle.wait(max(0.0, min(0.2, deadline - now)))
-        self.read(may_start=False)  # the time may have been over before
+        self.read(may_start=False)  # if the deadline was over from the beginning, nothing was read
         return [each.root for each in self._states if (each.step or 0) < step]
 
     def holdings(self) -> str:
@@ -416,7 +416,7 @@ class DrainLink:
             if handle.state is not known:  # mostly nothing has arrived
                 self._use(handle.state)
             self._tell()
-            self._report_fresh()
+            self._report_stale()
 
     def _use(self, state: DrainState) -> None:
         if self._offer is not None and self._is_offered and state.answered == self._offer.generation:
@@ -542,8 +542,8 @@ class DrainLink:
         self._end_agreements()
         self._metrics.warn_of_missing()
         seen, seen_at = "", time.monotonic()
-        to_be_said, is_closing, persists = [seen_at + _SILENT_SECONDS], False, False
-        least = seen_at + _CLOSING_SECONDS_MIN
+        warn_at, is_closing, persists = seen_at + _SILENT_SECONDS, False, False
+        earliest_end = seen_at + _CLOSING_SECONDS_MIN
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
             handle = self._handle
             is_alive = handle.receive()
@@ -563,12 +563,12 @@ class DrainLink:
                 persists = handle.send({"persists": True})
             if self._offer is None and not is_closing:
                 is_closing = handle.send({"close": True})
-            if until is not None and time.monotonic() >= max(until, least):
+            if until is not None and time.monotonic() >= max(until, earliest_end):
                 self._leave_alone()
                 break
             handle.wait(0.2)
-            if to_be_said and time.monotonic() > to_be_said[0]:
-                to_be_said.clear()
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
                 log.warning("lightck: close() waits until the newest checkpoint is in the tiers. Ctrl-C ends the wait")
             if (now := repr(handle.state)) != seen:
                 seen, seen_at = now, time.monotonic()

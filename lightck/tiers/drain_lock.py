@@ -6,8 +6,8 @@
 So a tier has one writer below a claim. The drains of a training that was killed finish before those of the next one
 begin, if they do so soon.
 
-The locks belong to an open file (``F_OFD_SETLK``), also on a network file system. (There ``flock`` is emulated with
-locks of byte ranges, so locks of different kinds exclude each other.)
+These are open file description locks (``F_OFD_SETLK``), also on a network file system. (No ``flock`` is used beside
+them: there it is emulated with locks of byte ranges, so locks of the two kinds would exclude each other.)
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DrainLock:
         self._is_taken = False
 
     def take(self) -> bool:
-        """Lock the file. Returns False if a lock of another process excludes this one. A drain shares byte 0 already
-        then, unless somebody sends by hand. Where no file can be made, or the file system has no locks, nothing is
-        locked."""
+        """Lock the file. Returns False if a lock of another process excludes this one. Even then a drain has its shared
+        lock of byte 0, unless somebody sends by hand. Where no file can be made, or the file system has no locks,
+        nothing is locked, and the result is True."""
         if self._is_taken:
             return True
         if self._fd < 0:
@@ -43,15 +43,16 @@ class DrainLock:
                 fd = os.open(self._path, flags, 0o600)
             except OSError:
                 return True
-            if not self._share(fd):
+            if not self._lock_first_byte(fd):
                 os.close(fd)
                 return False
             self._fd = fd
         self._is_taken = self._number is None or _try_lock(self._fd, fcntl.F_WRLCK, self._number + 1)
         return self._is_taken
 
-    def _share(self, fd: int) -> bool:
-        """Lock byte 0. Returns False if that is impossible, or if the file has been removed since it was opened."""
+    def _lock_first_byte(self, fd: int) -> bool:
+        """Lock byte 0: shared for a drain, exclusive for whoever sends by hand. Returns False if another lock excludes
+        this one, or if the file has been removed since it was opened."""
         try:
             kind = fcntl.F_WRLCK if self._number is None else fcntl.F_RDLCK
             return _try_lock(fd, kind, 0) and os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False))

@@ -9,9 +9,9 @@ training -> drain    once a ``DrainSettings``; then
                      ``{"close": true}``: the training ends
                      ``{"persists": true}``: the training will end soon, and attempts go on after that
                      ``{"newest": true}``: send the newest checkpoint now
-                     ``{"grace": seconds}``: how long further signals are ignored after the first one
+                     ``{"signal_grace": seconds}``: how long further signals are ignored after the first one
                      ``{"look": true}``: the folder from which this drain is fed has got a checkpoint
-                     ``{"fresh_from": step}``: checkpoints of this step and of earlier ones may hold old bytes
+                     ``{"stale_up_to": step}``: checkpoints of this step and of earlier ones may hold old bytes
 drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be
                      left out if a later one follows
 """
@@ -112,6 +112,7 @@ class DrainSettings:
     parent: Parent | None
     tiers: tuple[TierSettings, ...]
     grace: float
+    """How many seconds a checkpoint that was replaced stays readable."""
     rank: int = 0
     world_size: int = 1
     pools_of_ranks: tuple[str, ...] = ()

@@ -105,7 +105,7 @@ class DrainProcess:
         """What lies in the folder from which the only tier is fed; None also before the store was reached."""
         self._next_look_at = 0.0
         """When the folder is listed next."""
-        self._fresh_from = 0
+        self._stale_up_to = 0
         """Checkpoints of this step and of earlier ones are not sent from the folder any more."""
         self._fed_step: int | None = None
         """Of the checkpoint that is being sent from the folder."""
@@ -120,7 +120,7 @@ class DrainProcess:
         """Whether the training will not wait for the end: then attempts go on as after a killed one."""
         self._reported_at = 0.0
         """When the progress of a checkpoint was reported last."""
-        self._grace = 0.0
+        self._signal_grace = 0.0
         """How long after its first signal this process ignores others, because they say the same."""
         self._signalled_at: float | None = None
         for each in self._outlets:
@@ -155,7 +155,7 @@ class DrainProcess:
         if self._signalled_at is None:
             self._signalled_at, self._is_urgent = now, True
             self._lift_rates()
-        elif now >= self._signalled_at + self._grace:
+        elif now >= self._signalled_at + self._signal_grace:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -189,8 +189,8 @@ class DrainProcess:
             self._is_closing |= "close" in message
             self._is_urgent |= "newest" in message
             self._persists |= "persists" in message
-            self._grace = message.get("grace", self._grace)
-            self._fresh_from = message.get("fresh_from", self._fresh_from)
+            self._signal_grace = message.get("signal_grace", self._signal_grace)
+            self._stale_up_to = message.get("stale_up_to", self._stale_up_to)
             if "look" in message:
                 self._next_look_at = 0.0
             if "newest" in message or "persists" in message:  # after a signal, little time may be left
@@ -218,7 +218,7 @@ class DrainProcess:
         self._report_progress()
         if self._fed_step is not None:  # no slot says whether these bytes are stale, only the training
             self._read()
-            if self._fed_step <= self._fresh_from:
+            if self._fed_step <= self._stale_up_to:
                 raise DamagedError("it may hold old bytes, because lightck noticed a write too late")
 
     def _report_progress(self) -> None:
@@ -272,11 +272,11 @@ class DrainProcess:
         feed = self._feed_of(outlet)
         if feed is None:
             return []
-        feed.look(self._fresh_from)
+        feed.look(self._stale_up_to)
         outlet.state.waiting = feed.n_waiting
         name = feed.choose(is_time=is_time, newest_first=newest_first)
         if name is None:
-            return [outlet] if is_time and (is_retry or not self._waits_for_folder(outlet, feed, now)) else []
+            return [outlet] if is_time and (is_retry or not self._wait_for_folder(outlet, feed, now)) else []
         try:
             metrics = self._send_from_folder(outlet, feed, name)
         except (FolderUnreachableError, TierError):  # of the folder, whose own drain reports it
@@ -313,7 +313,7 @@ class DrainProcess:
             if not outlet.n_failures and not n_waiting and not is_coming:
                 return
             if outlet.state.checkpoints == n_sent and n_waiting >= n_before:
-                outlet.end_if_superseded()  # if so, the drain that works is the next training's
+                outlet.end_if_superseded()  # then the drain that holds the lock is that of the next training
                 n_attempts += not is_coming
                 if n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists:
                     break
@@ -321,9 +321,9 @@ class DrainProcess:
         if n_waiting:
             self._state.report(f"{n_waiting} checkpoints that {outlet.settings.root!r} was to keep were not sent to it")
 
-    def _waits_for_folder(self, outlet: Outlet, feed: Feed, now: float) -> bool:
-        """Whether a tier that is due by time waits for the next checkpoint of the folder: for one period at most after
-        the last one came there."""
+    def _wait_for_folder(self, outlet: Outlet, feed: Feed, now: float) -> bool:
+        """Plan to look again soon, and return True, if a tier that is due by time should wait for the next checkpoint
+        of the folder. It waits for one period at most after the last one came there; then return False."""
         period = outlet.settings.every_seconds or 0.0
         if now >= feed.came_at + period:
             return False
@@ -491,7 +491,9 @@ class DrainProcess:
         return outlet.sent == (record.payload_generation, self._metrics.get(record.step))
 
     def _is_to_be_sent(self, stored: StoredCheckpoint, outlet: Outlet, *, is_last: bool) -> bool:
-        """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
+        """Whether to send a checkpoint: it is of this training, or (``is_last``) it is the one from which the training
+        went on and the tier lacks it; and it is not the one that this process has sent last. Raises
+        ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
         if self._is_sent(stored.record, outlet):
             return False

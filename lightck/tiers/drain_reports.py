@@ -24,8 +24,8 @@ _NONE: frozenset[int] = frozenset()
 
 class DrainReports:
     """The reports of one drain, and of those that were killed before it. All methods are called on the training thread.
-    They are a ``CommitDecision`` (``pipeline/decision.py``) only to be called before a slot is chosen: they refuse
-    nothing and hold nothing."""
+    This class is a ``CommitDecision`` (``pipeline/decision.py``) for one reason: ``held`` is called before a slot is
+    chosen. It refuses no commit, and holds no slot."""
 
     def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
         """``read``: reads what the drain has said since."""
@@ -35,7 +35,8 @@ class DrainReports:
         self._said: set[str] = set()
         self._damaged: set[tuple[str, int, int]] = set()
         """What the writer must hear: (uuid of the pool, slot, generation)."""
-        self._given_up: set[tuple[str, int, int]] = set()
+        self._passed_on: set[tuple[str, int, int]] = set()
+        """What the writer has heard."""
 
     def drain_begins(self) -> None:
         """Another drain has been started, which counts from 0."""
@@ -56,7 +57,7 @@ class DrainReports:
                 "lightck: %d more reports of damage in the tiers are left out. `lightck verify --deep TIER` names all",
                 n_new - len(state.reports),
             )
-        self._damaged |= {(uuid, slot, generation) for uuid, slot, generation in state.damaged_slots} - self._given_up
+        self._damaged |= {(uuid, slot, generation) for uuid, slot, generation in state.damaged_slots} - self._passed_on
         before, pool, meter = self._before, state.pool, self._meter
         meter.pool_rounds = before.rounds + pool.rounds
         meter.pool_bytes_reread = before.nbytes + pool.nbytes
@@ -67,7 +68,7 @@ class DrainReports:
         uuid = writer.superblock.uuid.hex() if self._damaged else ""
         for found in [each for each in self._damaged if each[0] == uuid]:
             self._damaged.discard(found)
-            self._given_up.add(found)
+            self._passed_on.add(found)
             writer.reuse_damaged(found[1], found[2])
 
     def may_commit(self, closed_step: object) -> bool:

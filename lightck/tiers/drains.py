@@ -25,10 +25,10 @@ from lightck.stats import Meter, TierStats
 from lightck.tiers.claiming import ResumePoint
 from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.drain_reports import DrainReports
+from lightck.tiers.drain_role import DrainRole
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.open_store import is_url
 from lightck.tiers.pin import Holds
-from lightck.tiers.place import Place
 from lightck.tiers.session_claim import Claimed
 from lightck.tiers.store import Store
 from lightck.tiers.tier import Tier, n_spare_slots
@@ -42,30 +42,32 @@ class Drains(CommitListener):
     ) -> None:
         """``may_feed_from_folders``: whether an object store may be fed from a folder."""
         self._tiers, self._meter = tiers, meter
-        feeds = fed_from(tiers) if may_feed_from_folders else {}
-        first = [number for number in range(len(tiers)) if number not in feeds]
-        self._numbers = [first, *([number] for number in feeds)]
+        folder_of = folders_that_feed(tiers) if may_feed_from_folders else {}
+        first = [number for number in range(len(tiers)) if number not in folder_of]
+        self._numbers = [first, *([number] for number in folder_of)]
         """For each drain the numbers of its tiers."""
         self._links: list[DrainLink] = []
-        self._folders = [first.index(number) for number in feeds.values()]
+        self._folders = [first.index(number) for number in folder_of.values()]
         """For each fed drain the number of its folder among the tiers of the first drain."""
         meter.tiers = tuple(TierStats(each.path) for each in tiers)
         for number, own in enumerate(self._numbers):
             of_pool = Meter() if number else meter  # only the first drain reads the pool again
-            place, show = self._place(number, feeds), partial(self._show, own)
-            self._links.append(DrainLink([tiers[each] for each in own], pool, of_pool, holds, place, show))
+            role, show = self._role(number, folder_of), partial(self._show, own)
+            self._links.append(DrainLink([tiers[each] for each in own], pool, of_pool, holds, role, show))
         self._n_in_folders = [0] * len(self._folders)
         """For each fed drain how many checkpoints its folder had got when the drain heard of it last."""
 
-    def _place(self, number: int, feeds: Mapping[int, int]) -> Place:
+    def _role(self, number: int, folder_of: Mapping[int, int]) -> DrainRole:
         own = self._numbers[number]
         others = [each for each in range(len(self._tiers)) if each not in own]
         if number:
-            return Place(self._may_hold, number, [self._tiers[each] for each in others], others.index(feeds[own[0]]))
+            return DrainRole(
+                self._may_hold, number, [self._tiers[each] for each in others], others.index(folder_of[own[0]])
+            )
         fed: defaultdict[int, list[Tier]] = defaultdict(list)
-        for store, folder in feeds.items():
+        for store, folder in folder_of.items():
             fed[own.index(folder)].append(self._tiers[store])
-        return Place(self._may_hold, number, [self._tiers[each] for each in others], feeds=fed)
+        return DrainRole(self._may_hold, number, [self._tiers[each] for each in others], feeds=fed)
 
     def _show(self, numbers: Sequence[int], stats: Sequence[TierStats]) -> None:
         """Put the figures of the tiers with these numbers into ``Stats``."""
@@ -226,10 +228,11 @@ class Drains(CommitListener):
             each.closed()
 
 
-def fed_from(tiers: Sequence[Tier]) -> dict[int, int]:
-    """Return a dict: number of an object store that is fed -> number of its folder, the first one that gets checkpoints
-    as often. (How long a number of updates takes is not known. A store whose ``every`` is a time may be fed from a
-    folder whose ``every`` is a number of updates, but not the other way round: it might get too few.)"""
+def folders_that_feed(tiers: Sequence[Tier]) -> dict[int, int]:
+    """Return a dict: number of an object store that is fed -> number of its folder. This is the first folder that gets
+    checkpoints at least as often. (How long a number of updates takes is not known. A store whose ``every`` is a time
+    may be fed from a folder whose ``every`` is a number of updates, but not the other way round: such a store might get
+    too few checkpoints.)"""
     found = {}
     folders = [number for number, each in enumerate(tiers) if not is_url(each.root)]
     for number, store in enumerate(tiers):

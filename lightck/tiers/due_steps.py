@@ -1,5 +1,5 @@
-"""For which tiers a checkpoint is due by its step, and whether a tier needs exactly this checkpoint. When one is due by
-time."""
+"""Says for which tiers a checkpoint is due by its step, whether a tier needs exactly this checkpoint, and when a
+checkpoint is due by time."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Feed:
     """What lies in the folder for the store."""
 
     def __init__(self, folder: FolderStore, own: Writer, settings: TierSettings, sent: Mapping[int, Metrics]) -> None:
-        """``own``: the writer below whose prefix the checkpoints lie, in both. ``settings``: of the store. ``sent``:
-        the steps that the store holds below that prefix, each with its metrics."""
+        """``own``: the writer below whose prefix the checkpoints lie, in the folder and in the store. ``settings``: of
+        the store. ``sent``: the steps that the store holds below that prefix, each with its metrics."""
         self.folder, self._own, self._settings = folder, own, settings
         self._sent = dict(sent)
         self._newest_sent_before = max(self._sent, default=0)
@@ -56,25 +56,26 @@ class Feed:
     @property
     def n_waiting(self) -> int:
         """How many checkpoints are to be sent."""
-        is_counted = self._due is None or self.newest is None or self.newest in self._needed
-        return len(self._needed) + (not is_counted)
+        is_one_more = self._due is not None and self.newest is not None and self.newest not in self._needed
+        return len(self._needed) + is_one_more
 
-    def look(self, fresh_from: int) -> None:
-        """List the folder. What cannot be read now is found again later. ``fresh_from``: checkpoints of this step and
+    def look(self, stale_up_to: int) -> None:
+        """List the folder. What cannot be read now is found again later. ``stale_up_to``: checkpoints of this step and
         of earlier ones may hold old bytes."""
         with suppress(TierError):
             for name in self.folder.manifests_of(self._own):
                 if name not in self._seen:
                     with suppress(TierError):
-                        self._found(name, fresh_from)
+                        self._found(name, stale_up_to)
 
-    def _found(self, name: ManifestName, fresh_from: int) -> None:
+    def _found(self, name: ManifestName, stale_up_to: int) -> None:
         metrics = self._metrics_of(name)
         self._seen.add(name)
         self.came_at = time.monotonic()
-        if name.step <= fresh_from:
+        if name.step <= stale_up_to:
             return
         needs_it = needs_step(self._settings, name.step, metrics or {}) and not self._was_removed(name.step, metrics)
+        # A step that the store holds is sent again only if it is needed, and other metrics were logged since.
         if name.step in self._sent and not (needs_it and metrics not in (None, self._sent[name.step])):
             return
         if needs_it:

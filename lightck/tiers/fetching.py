@@ -33,8 +33,8 @@ from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.memory import MemoryBackend
 from lightck.tiers.codecs import refuse_missing_libraries
-from lightck.tiers.in_flight import in_order
 from lightck.tiers.object_copies import content_of
+from lightck.tiers.parallel_calls import in_order
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest
 
@@ -111,8 +111,8 @@ def filled_pool(
 def fetched_to_memory(
     store: Store, manifest: TierManifest, advance: Callable[[int], None] = lambda _: None
 ) -> PoolReader:
-    """Make a pool from a checkpoint in anonymous memory, and return its reader. It takes the memory of the checkpoint.
-    ``advance``, and what is raised: as for ``fetch``."""
+    """Make a pool in anonymous memory from a checkpoint of a tier, and return its reader. The pool takes as much memory
+    as the checkpoint is large. ``advance``, and what is raised: as for ``fetch``."""
     refuse_missing_libraries(manifest.codecs)
     superblock, table = _read_metadata(store, manifest)
     container = MemoryBackend().create(str(store), superblock.nbytes)
@@ -206,8 +206,8 @@ def _commit(
 
 
 def _write(container: Container, data: bytes | memoryview, offset: int) -> None:
-    """Write bytes of the new pool with ``pwrite``. (Nobody has its file mapped, except a library that has made the
-    file.)"""
+    """Write bytes of the new pool with ``pwrite``. (Nobody has its file mapped yet, except libpmemobj if it has made
+    the file.)"""
     view = memoryview(data)
     for at, nbytes in extents.runs(container.extents, offset, len(view)):
         end = at + nbytes

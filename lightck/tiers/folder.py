@@ -65,7 +65,7 @@ class FolderStore:
         names = os.listdir(self.root) if self.exists() else []
         return next((name for name in sorted(names) if not is_own(name)), None)
 
-    def refuse_other_folder(self) -> None:
+    def refuse_foreign_contents(self) -> None:
         """Raise ``TierError`` for a folder that is no tier, and in which something lies."""
         if os.path.lexists(self.root) and not self.exists():
             raise TierError(
@@ -285,7 +285,7 @@ def _link(path: str, new_path: str) -> bool:
         if err.errno in _NO_LINK and os.path.isdir(folder):
             return False
         raise
-    os.utime(new_path, follow_symlinks=False)  # nothing takes it for an old object that nobody names
+    os.utime(new_path, follow_symlinks=False)  # else it looks old, and gc removes it before a manifest names it
     sync_folder(folder)
     return True
 

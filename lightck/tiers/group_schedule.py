@@ -32,7 +32,7 @@ from lightck.tiers.tier import Tier
 _LEAD_MIN = 4
 """How many checkpoints ahead rank 0 plans at least. This is more than another rank can be ahead of rank 0."""
 _LATENCY_SECONDS = 0.2
-"""How long the ranks take to agree, until this was measured."""
+"""How long the ranks are assumed to take to agree, until this is measured."""
 _LATENCY_SECONDS_MIN = 0.1
 _LEAD_FACTOR_MAX = 64
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.25, 2.0

@@ -1,4 +1,4 @@
-"""Retention: the exports of a tier with ``format="safetensors"``, or of ``keep=``, which is deprecated. Once in every
+"""Exports for a tier with ``format="safetensors"``, or for ``keep=``, which is deprecated. Once in every
 ``Keep.every`` updates a committed checkpoint is exported to a folder, in the background.
 
 The checkpoint to export is held in its slot. A separate thread reads and verifies the checkpoint, and writes a
@@ -103,7 +103,7 @@ def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
             check_dtype(entry.name, entry.dtype, _CURE)
 
 
-class Retention(CommitListener):
+class Exports(CommitListener):
     """The exports of one session. As a ``CommitListener`` this object starts an export when one is due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:

@@ -79,7 +79,7 @@ class Pools:
         self._given = os.path.abspath(path)
         self.all: tuple[PoolOfRank, ...] = ()
         """The pools that were found by ``find``."""
-        self._is_whole = True
+        self._has_all_ranks = True
 
     def find(self) -> None:
         """Look which pools there are. Raises ``PoolError`` and ``RankError``."""
@@ -91,10 +91,11 @@ class Pools:
             world = worlds[0]
             pools = {rank: each.path for rank, each in world.readers.items() if rank not in world.ranks_from_copies}
             self.all = tuple(PoolOfRank(path, rank, world.world_size) for rank, path in pools.items())
-            self._is_whole = len(self.all) == world.world_size
+            self._has_all_ranks = len(self.all) == world.world_size
 
     def newest(self) -> tuple[NewestRecord, ...]:
-        """Return what the newest record of each pool says. Raises ``PoolError``: also ``NoCheckpointError``."""
+        """Return what the newest record of each pool says. Raises ``PoolError`` (also ``NoCheckpointError``), and
+        ``UnsupportedError`` for the pool of a single rank."""
         found = []
         for each in self.all:
             with closing(open_pool(each.path, gradients=True)) as reader:
@@ -133,7 +134,7 @@ class Pools:
         Raises ``PoolError``."""
         if pool.world_size == 1:
             return [None]
-        return generations_at_end(pool.path, [each.path for each in self.all] if self._is_whole else [])
+        return generations_at_end(pool.path, [each.path for each in self.all] if self._has_all_ranks else [])
 
 
 @dataclass
@@ -216,7 +217,7 @@ class LateDrain:
                 continue
             except DamagedError as err:
                 raise CorruptPoolError(
-                    f"The newest checkpoint of the pool {pool.path!r} is damaged: {err}. It was not sent to the tier "
+                    f"A checkpoint of the pool {pool.path!r} is damaged: {err}. It was not sent to the tier "
                     f"{str(self.store)!r}. Look at the pool with lightck verify."
                 ) from err
         raise PoolError(

@@ -100,8 +100,8 @@ class Copies:
         if sent.name not in self._recompressed_differently or sent.coding is None:
             return "no copy of it is there"
         return (
-            f"its content is there, but {sent.coding.codec} on this machine makes other bytes of it than that of the "
-            "process that has sent it, so that its name would not be right. Repair with the release of the library "
+            f"its content is there, but {sent.coding.codec} on this machine compresses it to other bytes than when it "
+            "was sent, and these do not match the object's name. Repair with the release of the library "
             "that was used then, or from a tier that holds the same object; or send the checkpoint again"
         )
 

@@ -167,7 +167,7 @@ class ObjectStore:
         """Whether a claim lies below the URL. Raises ``TierError``."""
         return bool(self.listing().claims)
 
-    def refuse_other_folder(self) -> None:
+    def refuse_foreign_contents(self) -> None:
         """Raise ``TierError`` if something else than a tier lies below the URL."""
         foreign, is_tier = None, False
         for name, _ in self._ask("cannot be listed", lambda: list(self._names())):

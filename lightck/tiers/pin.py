@@ -221,7 +221,7 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
     records = [record for record in commit_log.records.values() if (record.slot, record.payload_generation) == here]
     if not records:
         path = writer.reader.path
-        raise io_error(f"The commit record of the newest checkpoint in the pool {path!r} cannot be read", errno.EIO)
+        raise io_error(f"The commit record of a checkpoint in the pool {path!r} cannot be read", errno.EIO)
     return max(records, key=lambda record: record.generation)
 
 

@@ -12,7 +12,7 @@ from lightck.tiers.decisions import Listing, manifests_of
 from lightck.tiers.fetching import fetched_to_memory
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.store import Store
-from lightck.tiers.tier_manifest import NBYTES_MAX
+from lightck.tiers.tier_manifest import MANIFEST_NBYTES_MAX
 
 
 def newest_in_memory(
@@ -46,7 +46,7 @@ def is_gone(store: Store, listing: Listing, checkpoint: TierCheckpoint) -> bool:
     ``TierError``."""
     for name in manifests_of(listing, checkpoint):
         try:
-            store.get(str(name), NBYTES_MAX)
+            store.get(str(name), MANIFEST_NBYTES_MAX)
         except FileNotFoundError:
             return True
         except DamagedError:

@@ -9,9 +9,9 @@
 The drain's one thread does it, with the drain's low priority. Not a thread of idle priority: it would hold Python's
 lock while the processors are busy, and a due checkpoint would wait for it.
 
-Failure cases: a place cannot be read (its round begins anew after a pause; that sending fails is reported elsewhere);
-the training is dead (no piece is read any more); this process is killed (the next one begins a round, in another
-order).
+Failure cases: a place cannot be read (its round begins anew after a pause; nothing is reported here, because the next
+attempt to send reports the failure); the training is dead (no piece is read any more); this process is killed (the next
+one begins a round, in another order).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Rereading:
         state: DrainState,
         hashes: Sequence[Callable[[], Mapping[ManifestName, bytes]]],
     ) -> None:
-        """``own``: what the drain writes below. ``state``: gets what was found. ``hashes``: returns for each tier the
-        SHA-256 of the manifests that this process has written."""
+        """``own``: the writer below whose prefix this drain writes. ``state``: gets what was found. ``hashes``: returns
+        for each tier the SHA-256 of the manifests that this process has written."""
         self._settings, self._state = settings, state
         self._tiers = (*settings.tiers, *settings.other_tiers)
         self._places: list[_Place] = []

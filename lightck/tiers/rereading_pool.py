@@ -4,9 +4,10 @@
               is read to its end, even if the training commits faster than this reads
     hold      the slot, as a reader does, for one piece only: so the training never has to do without it
     verify    by the pool's own checksums, which have the generation in them
-    suspect   what does not verify is read once more, after a pause, from the medium if the system lets it go. It counts
-              if the slot holds the same checkpoint still, before and after. (The training stores a slot's header before
-              it overwrites anything, so a slot that it overwrites is never taken for a damaged one.)
+    suspect   a piece that does not verify is read once more after a pause: from the medium, if the kernel drops its
+              pages from the page cache. The damage counts only if the slot holds the same checkpoint before and after
+              this second read. (The training stores a slot's header before it overwrites anything, so a slot that it
+              overwrites is never taken for a damaged one.)
     report    to the training, which uses the slot next (``drain_reports.py``)
 
 What is being written at that moment is left out in this round.
@@ -29,7 +30,7 @@ from lightck.tiers.drain_messages import REPORTS_MAX, DrainState
 PIECE_NBYTES_MAX = 3 << 20
 """Below ``PARALLEL_READ_NBYTES_MIN``: the drain reads with one thread."""
 _SUSPECT_SECONDS_MAX, _OPEN_SECONDS_MAX = 1.0, 10.0
-Place = tuple[str, int, int, int]
+BlockRange = tuple[str, int, int, int]
 """(name, first block, bytes, address), as ``StoredCheckpoint.read_blocks`` takes it. The address is 0: the bytes are
 only verified."""
 
@@ -44,12 +45,12 @@ class PoolRereading:
     def __init__(self, path: str, period: float, state: DrainState, *, is_of_group: bool) -> None:
         self._path, self._period, self._state, self._is_of_group = path, period, state, is_of_group
         self._reader: PoolReader | None = None
-        """The open pool; None while the next piece is not due for long."""
+        """The open pool; None while a long time is left until the next piece is due."""
         self._damaged: set[tuple[str, int, int]] = set()
         """(uuid of the pool, slot, generation) of the damaged checkpoints."""
 
     def round(self, began: float) -> Generator[float, None, bool]:
-        """Read everything once. Yields when the next piece is due. Raises ``PoolError``."""
+        """Read everything once. Yields the time at which the next piece is due. Raises ``PoolError``."""
         try:
             superblock = self._opened().superblock
             slots = list(range(len(superblock.slots)))
@@ -120,7 +121,7 @@ class PoolRereading:
                     return (None, None, None) if reader.has_lost_slot(record) else (record, None, str(err))
         return None, None, None
 
-    def _damage_of(self, stored: StoredCheckpoint, places: list[Place]) -> str | None:
+    def _damage_of(self, stored: StoredCheckpoint, places: list[BlockRange]) -> str | None:
         """Verify a piece. Returns what is wrong with it, if its slot still belongs to the checkpoint."""
         with stored.hold():
             if not stored.owns_slot():
@@ -171,10 +172,10 @@ class PoolRereading:
         )
 
 
-def _places(stored: StoredCheckpoint, offset: int) -> tuple[list[Place], int]:
+def _places(stored: StoredCheckpoint, offset: int) -> tuple[list[BlockRange], int]:
     """Return the blocks of a checkpoint that begin at ``offset`` in its slot or behind it, as many as are one piece;
     and the offset at which the next piece begins."""
-    places: list[Place] = []
+    places: list[BlockRange] = []
     block, left = stored.block_nbytes, PIECE_NBYTES_MAX
     _, slot_nbytes = stored.reader.superblock.slots[stored.record.slot]
     for name, entry in sorted(stored.entries.items(), key=lambda each: each[1].offset):

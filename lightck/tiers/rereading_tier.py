@@ -6,8 +6,8 @@
     suspect   what is damaged or missing is read again after a pause. A manifest that names it must be there still: else
               the checkpoint was removed meanwhile, and that is no damage
     mend      an object below the own claim is written anew, same name and bytes, from another copy of the content
-    report    what cannot be mended, once for each checkpoint: objects without another copy, older claims (their right
-              to delete and to write is no longer this training's), and manifests (nothing says which bytes they had)
+    report    what cannot be mended, once for each checkpoint: objects without another copy, objects below older claims
+              (each prefix has one writer, and theirs is another one), and manifests (nothing says which bytes they had)
 
 Invariants: only bytes whose SHA-256 is the name are written. Nothing is written once a higher claim exists. Whether a
 manifest is there is known by reading it, so a late listing is no damage.
@@ -27,9 +27,9 @@ from lightck.tiers.drain_messages import Reread
 from lightck.tiers.names import ManifestName, ObjectName, TierCheckpoint, Writer
 from lightck.tiers.object_copies import damage_from, damage_of
 from lightck.tiers.store import Store
-from lightck.tiers.tier_manifest import NBYTES_MAX, SentObject, TierManifest, parse, read_manifest
+from lightck.tiers.tier_manifest import MANIFEST_NBYTES_MAX, SentObject, TierManifest, parse, read_manifest
 
-Copies = Callable[[ObjectName, Mapping[ManifestName, TierManifest]], "bytes | None"]
+FindCopy = Callable[[ObjectName, Mapping[ManifestName, TierManifest]], "bytes | None"]
 """Returns the bytes of an object from elsewhere, given the manifests that name it; None if there is no other copy."""
 SUSPECT_SECONDS_MAX = 5.0
 """The longest pause before something that seems damaged is read again."""
@@ -50,13 +50,13 @@ class TierRereading:
         period: float,
         reread: Reread,
         report: Callable[[str], None],
-        copies: Copies,
+        find_copy: FindCopy,
         written: Callable[[], Mapping[ManifestName, bytes]],
     ) -> None:
         """``period``: seconds of a round. ``written``: returns the SHA-256 of the manifests that this process has
         written, and not removed."""
         self._store, self._own, self._period, self._reread = store, own, period, reread
-        self._report, self._copies, self._written = report, copies, written
+        self._report, self._find_copy, self._written = report, find_copy, written
         self._seen: dict[ManifestName, bytes] = {}
         """SHA-256 of each manifest that was read before."""
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
@@ -68,7 +68,7 @@ class TierRereading:
         """The checkpoints of which the training was warned, because something in them was mended (True) or not."""
 
     def round(self, began: float) -> Generator[float, None, bool]:
-        """Read everything once. Yields when the next piece is due. Raises ``TierError``."""
+        """Read everything once. Yields the time at which the next piece is due. Raises ``TierError``."""
         listing = self._store.listing()
         if is_superseded(listing, self._own.claim):
             return False
@@ -104,7 +104,7 @@ class TierRereading:
     def _damage_of_manifest(self, name: ManifestName) -> str | None:
         """Read a manifest, and return what is wrong with it. None: nothing is, or it was removed."""
         try:
-            data = self._store.get(str(name), NBYTES_MAX)
+            data = self._store.get(str(name), MANIFEST_NBYTES_MAX)
             self._reread.nbytes += len(data)
             manifest = parse(data, name.writer, name.step)
         except FileNotFoundError:
@@ -115,7 +115,7 @@ class TierRereading:
         if found != self._written().get(name, self._seen.setdefault(name, found)):
             return "its bytes are not those that were written"
         self._damaged.discard(name)
-        # One object for the writer of all names: there may be many of them.
+        # All names share one ``Writer`` in memory, because there may be many names.
         sizes = {each.name._replace(writer=name.writer): each.nbytes for each in manifest.objects}
         self._contents[name] = frozenset(sizes)
         self._sizes.update(sizes)
@@ -193,7 +193,7 @@ class TierRereading:
 
     def _mend(self, sent: SentObject, named_by: Mapping[ManifestName, TierManifest]) -> str | None:
         """Write an object anew. Returns why it is damaged still; None if it is whole."""
-        data = self._copies(sent.name, named_by)
+        data = self._find_copy(sent.name, named_by)
         if data is None:
             return _NO_COPY
         try:

@@ -1,7 +1,7 @@
 """Send one checkpoint of a pool to a tier.
 
     hold      the training overwrites other slots meanwhile (``pool/slot_locks.py``)
-    read      pieces of at most 32 MiB, each block verified: tensors that are likely to change together
+    read      pieces of at most 32 MiB, each of tensors that are likely to change together; each block is verified
     compress  each piece, if the tier is to be compressed and the piece gets smaller
     name      by SHA-256; a piece that an earlier manifest of this writer names is not sent again, and not even read if
               its tensors and generations are the same
@@ -34,10 +34,10 @@ from lightck.pool.format.structures import (
 )
 from lightck.pool.reader import StoredCheckpoint
 from lightck.tiers.codecs import Coding, coding_of, encoded
-from lightck.tiers.in_flight import Buffer, NamedBytes, Puts, puts_to
 from lightck.tiers.names import ManifestName, ObjectName, Writer
+from lightck.tiers.parallel_calls import Buffer, NamedBytes, Puts, puts_to
 from lightck.tiers.store import Store
-from lightck.tiers.tier_manifest import NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
+from lightck.tiers.tier_manifest import MANIFEST_NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
 
 _FROZEN_NBYTES_MIN = 64 << 10
 """Smaller tensors without optimizer state may be buffers, which change at each step."""
@@ -215,8 +215,8 @@ def _send(
         dict(metrics),
     )
     data = manifest.packed()
-    if len(data) > NBYTES_MAX:
-        raise DamagedError(f"its manifest for a tier would have more than {NBYTES_MAX} bytes")
+    if len(data) > MANIFEST_NBYTES_MAX:
+        raise DamagedError(f"its manifest for a tier would have more than {MANIFEST_NBYTES_MAX} bytes")
     out.pace(len(data))
     if not stored.owns_slot():
         raise DamagedError("its slot was reused while it was read")
@@ -344,6 +344,7 @@ def _groups(stored: StoredCheckpoint, numbers: Mapping[str, int], generations: S
     """Return the names of the tensors, with those together that are likely to change together: large tensors that no
     optimizer state belongs to (frozen ones), those that were written for this checkpoint, and those that were not. An
     object is sent again if one byte of it differs, so a wrong guess costs time, and nothing else."""
+    # Optimizer state is named optimizer/PARAMETER/KEY, and its parameter model/PARAMETER.
     trained = {f"model/{name.split('/', 1)[-1].rpartition('/')[0]}" for name in stored.entries if "optimizer" in name}
     frozen: list[str] = []
     written: list[str] = []

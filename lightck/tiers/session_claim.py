@@ -24,7 +24,7 @@ class Claimed(NamedTuple):
     has_parent: Sequence[bool]
     """Whether the checkpoint from which the training goes on is there."""
     ages: Sequence[float | None]
-    """How many seconds before the claim the newest checkpoint was written; None: there is none."""
+    """How many seconds before the claim the newest complete checkpoint of all was written; None: there is none."""
 
     def of_tiers(self, numbers: Sequence[int]) -> Claimed:
         """Return what it says of some of the tiers."""
@@ -58,11 +58,11 @@ def run_of_new_training(stores: Sequence[Store], run: str) -> str:
 def claim_for_session(stores: Sequence[Store], run: str, resume_point: ResumePoint | None) -> Claimed:
     """Claim all tiers for the run. ``resume_point``: None for a new run. Raises ``TierError``."""
     for store in stores:
-        store.refuse_other_folder()
+        store.refuse_foreign_contents()
     claim = claim_tiers(stores, run, release(), resume_point)
-    there, step = None, 0
+    parent, step = None, 0
     if resume_point is not None:
-        there = None if resume_point.claim is None else TierCheckpoint(resume_point.claim, resume_point.step)
+        parent = None if resume_point.claim is None else TierCheckpoint(resume_point.claim, resume_point.step)
         step = resume_point.step
     listings = [store.listing() for store in stores]
     whole = [complete(each) for each in listings]
@@ -70,7 +70,7 @@ def claim_for_session(stores: Sequence[Store], run: str, resume_point: ResumePoi
         str(claim),
         [max((each.step for each in found if each.step <= step), default=None) for found in whole],
         [not found for found in whole],
-        [there in found for found in whole],
+        [parent in found for found in whole],
         [_newest_age(each) for each in listings],
     )
 

@@ -8,7 +8,7 @@ from lightck.tiers.decisions import Listing
 from lightck.tiers.names import Claim, parse
 
 TEMPORARY_PREFIX = ".tmp-"
-"""How the names of files begin that a store makes for itself. A process that is killed may leave one."""
+"""The beginning of the names of the files that a store makes for itself. A process that is killed may leave one."""
 
 
 def is_own(name: str) -> bool:
@@ -33,7 +33,7 @@ class Store(Protocol):
         """Whether a claim lies here: whether this is a tier."""
         ...
 
-    def refuse_other_folder(self) -> None:
+    def refuse_foreign_contents(self) -> None:
         """Raise ``TierError`` for a place that is no tier, and in which something lies."""
         ...
 

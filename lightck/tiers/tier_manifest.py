@@ -1,8 +1,8 @@
 """The manifest of one checkpoint of one rank in a tier: which objects hold which bytes of the pool.
 
-It is JSON of at most ``NBYTES_MAX`` bytes. The checkpoint keeps the form that it had in its pool: the superblock, the
-layout table, the pool's own manifest with the checksums of all blocks, and the payload. So a pool is made again from
-the objects byte by byte, and it verifies by the checksums that the training computed, not by new ones.
+It is JSON of at most ``MANIFEST_NBYTES_MAX`` bytes. The checkpoint keeps the form that it had in its pool: the
+superblock, the layout table, the pool's own manifest with the checksums of all blocks, and the payload. So a pool is
+made again from the objects byte by byte, and it verifies by the checksums that the training computed, not by new ones.
 
 An object of tensors may be compressed (``codecs.py``). The offsets of runs are those in the piece that it was made
 from.
@@ -24,12 +24,12 @@ from lightck.pool.format.structures import (
     DamagedError,
     Superblock,
 )
-from lightck.tiers.codecs import Coding, parsed
+from lightck.tiers.codecs import Coding, parsed_coding
 from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.names import parse as parse_name
 from lightck.tiers.store import Store
 
-NBYTES_MAX = 64 << 20
+MANIFEST_NBYTES_MAX = 64 << 20
 OBJECT_NBYTES_MAX = 32 << 20
 """The largest object; but a layout table, and a pool's manifest, are one object each."""
 TABLE_NBYTES_MAX = 1 << 30
@@ -137,7 +137,7 @@ class TierManifest:
 def read_manifest(store: Store, name: ManifestName) -> TierManifest:
     """Read and check a manifest. Raises ``DamagedError`` with the reason, and ``TierError``."""
     try:
-        data = store.get(str(name), NBYTES_MAX)
+        data = store.get(str(name), MANIFEST_NBYTES_MAX)
     except FileNotFoundError:
         raise DamagedError("its manifest is gone") from None
     return parse(data, name.writer, name.step)
@@ -190,8 +190,8 @@ def _check_places(manifest: TierManifest, superblock: Superblock) -> None:
 
 
 def _json(data: bytes) -> dict[str, Any]:
-    if len(data) > NBYTES_MAX:
-        raise DamagedError(f"it has more than {NBYTES_MAX} bytes")
+    if len(data) > MANIFEST_NBYTES_MAX:
+        raise DamagedError(f"it has more than {MANIFEST_NBYTES_MAX} bytes")
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as err:
@@ -241,13 +241,13 @@ def _list(body: dict[str, Any], key: str) -> list[Any]:
 
 
 def _object(value: object, writer: Writer, *, has_codecs: bool) -> SentObject:
-    is_described = isinstance(value, list) and len(value) in ((3, 5) if has_codecs else (3,))
-    if not isinstance(value, list) or not is_described or not all(type(each) is str for each in (value[0], value[2])):
+    lengths = (3, 5) if has_codecs else (3,)
+    if not isinstance(value, list) or len(value) not in lengths or not all(type(value[at]) is str for at in (0, 2)):
         raise DamagedError("an object in it is malformed")
     name = parse_name(f"{writer}/data/{value[0]}")
     if not isinstance(name, ObjectName) or len(value[2]) > 64:
         raise DamagedError("an object in it has no name of an object")
-    coding = parsed(value[3], value[4], OBJECT_NBYTES_MAX) if len(value) == 5 else None
+    coding = parsed_coding(value[3], value[4], OBJECT_NBYTES_MAX) if len(value) == 5 else None
     found = SentObject(name, _number(value[1], "object", TABLE_NBYTES_MAX), value[2], coding)
     if coding is not None and found.nbytes >= coding.nbytes:
         raise DamagedError("an object in it is not smaller than what it was made from")

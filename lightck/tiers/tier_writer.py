@@ -4,8 +4,8 @@
              changed
     retain   list; delete manifests, then objects, as ``decisions.py`` says, until there is nothing to delete
 
-Invariants: those of ``decisions.py``. This is the one writer below its prefix. What it has written itself counts as
-named, whether or not a listing shows it.
+Invariants: those of ``decisions.py``. Nobody else writes below this prefix. The objects that its own manifests name are
+never deleted as unnamed, whether or not a listing shows these manifests.
 
 Failure cases: another process claims the tier (``TierClaimedError``: nothing more is written); the tier was emptied
 (``TierError``: nothing is written without the claim); objects were removed by somebody else (they are sent again).
@@ -145,9 +145,10 @@ class TierWriter:
             raise _superseded(self._store, claim) if listing.claims else _emptied(self._store, claim)
 
     def _forget_what_is_gone(self, listing: Listing) -> None:
-        """Forget objects that were there before (as a listing has shown, or the store shows all at once) and that this
-        listing does not show: they are sent again. Somebody has removed them, or a rule of the store that lets old
-        objects expire."""
+        """Forget the objects that were in the tier before, and that this listing lacks: they are sent again. Somebody
+        has removed them, or the store has, by a rule for old objects. (An object was there before if an earlier listing
+        showed it, if an own manifest named it at the start, or if it was put into a store whose listings are never
+        late.)"""
         listed = set(listing.objects)
         self._earlier.forget(self._listed - listed)
         self._listed = listed

@@ -30,7 +30,7 @@ from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, claim_name
 from lightck.tiers.names import parse as parse_name
 from lightck.tiers.sending import KnownObjects, send
-from lightck.tiers.tier_manifest import NBYTES_MAX, parse, read_manifest
+from lightck.tiers.tier_manifest import MANIFEST_NBYTES_MAX, parse, read_manifest
 
 STEPS, MORE = 7, 5
 WRITER = Writer(Claim(1, "0" * 8), 0, 1)
@@ -340,7 +340,7 @@ def test_what_is_no_manifest_is_refused(data):
 
 def test_a_manifest_that_is_too_long_is_not_parsed():
     with pytest.raises(DamagedError, match="more than"):
-        parse(b" " * (NBYTES_MAX + 1), WRITER, 1)
+        parse(b" " * (MANIFEST_NBYTES_MAX + 1), WRITER, 1)
 
 
 def test_a_run_keeps_its_identity_over_restarts_and_relayouts(tmp_path):

@@ -22,10 +22,10 @@ from toys import adam, net, pool_with, train
 import lightck
 from lightck.cli.base import FAILED, OK
 from lightck.errors import TierClaimedError
-from lightck.tiers.copying import drain_to
+from lightck.tiers.copying import pool_sender
 from lightck.tiers.decisions import Retention, complete, manifests_of
-from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.pool_sender import PoolSender
 from lightck.tiers.tier_manifest import read_manifest
 
 TRAINING = """
@@ -127,9 +127,9 @@ def test_a_pool_that_is_not_there_yet_is_waited_for(tmp_path):
 
 def test_the_first_of_two_senders_ends_by_name(tmp_path):
     pool_with(tmp_path / "run.pool", steps=2)
-    first = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
+    first = pool_sender(tmp_path / "run.pool", tmp_path / "tier", "test")
     first.send()
-    second = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
+    second = pool_sender(tmp_path / "run.pool", tmp_path / "tier", "test")
     second.send()
     model = net()
     with lightck.attach(model, tmp_path / "run.pool", optimizer=(optimizer := adam(model)), resume=True):
@@ -150,28 +150,28 @@ def test_a_symbolic_link_is_resolved_at_each_round(tmp_path):
     link = tmp_path / "current.pool"
     pool_with(tmp_path / "run1.pool", steps=2)
     link.symlink_to("run1.pool")
-    drain = drain_to(link, tmp_path / "tier", "test")
-    assert drain.send().step == 2
+    sender = pool_sender(link, tmp_path / "tier", "test")
+    assert sender.send().step == 2
     model = net()
     optimizer = adam(model)
     (tmp_path / "moved.pool").write_bytes((tmp_path / "run1.pool").read_bytes())
     with lightck.attach(model, tmp_path / "moved.pool", optimizer=optimizer, resume=True):
         train(model, optimizer, 1, start=2)
     replace_link(link, "moved.pool")
-    assert drain.send().step == 3  # the run is the same
+    assert sender.send().step == 3  # the run is the same
     pool_with(tmp_path / "run2.pool", steps=7)
     replace_link(link, "run2.pool")
     with pytest.raises(TierClaimedError, match="another run"):
-        drain.send()
+        sender.send()
 
 
 def test_a_pool_of_another_run_is_not_sent_below_the_claim_of_the_first(tmp_path):
     pool_with(tmp_path / "run.pool", steps=2)
-    drain = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
-    drain.send()
+    sender = pool_sender(tmp_path / "run.pool", tmp_path / "tier", "test")
+    sender.send()
     pool_with(tmp_path / "run.pool", steps=5, overwrite=True)  # its incarnation is the same
     with pytest.raises(TierClaimedError, match="another run"):
-        drain.send()
+        sender.send()
     assert [each.step for each in complete(FolderStore(str(tmp_path / "tier")).listing())] == [2]
 
 
@@ -195,22 +195,22 @@ def test_an_old_pool_that_is_sent_over_a_newer_step_names_that_step(tmp_path):
     assert "was sent after it" not in out
 
 
-def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[PoolSender, FolderStore]:
+def sender_after(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tuple[PoolSender, FolderStore]:
     """Send each step of a training of which a part is frozen, and retain after each."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[1].parameters())
     store = FolderStore(str(tmp_path / "tier"))
-    drain = PoolSender(tmp_path / "run.pool", store, "test", retention, grace)
+    sender = PoolSender(tmp_path / "run.pool", store, "test", retention, grace)
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer) as session:
         for _ in range(steps):
             model(torch.ones(1, 256)).sum().backward()
             optimizer.step()
             session.end_step()
             session.flush()
-            drain.send()
-            drain.retain()
-    return drain, store
+            sender.send()
+            sender.retain()
+    return sender, store
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def drains(tmp_path: Path, steps: int, retention: Retention, grace: float) -> tu
 )
 def test_what_need_not_stay_is_removed_and_the_rest_is_whole(tmp_path, retention, left):
     """Without a grace. The frozen tensors are in the tier once."""
-    drain, store = drains(tmp_path, 8, retention, grace=0.0)
-    drain.retain()
+    sender, store = sender_after(tmp_path, 8, retention, grace=0.0)
+    sender.retain()
     listing = store.listing()
     assert sorted(each.step for each in complete(listing)) == left
     named = {each.name for name in listing.manifests for each in read_manifest(store, name).objects}
@@ -238,16 +238,16 @@ def test_what_need_not_stay_is_removed_and_the_rest_is_whole(tmp_path, retention
 
 
 def test_nothing_is_removed_before_the_grace_has_passed(tmp_path):
-    drain, store = drains(tmp_path, 5, Retention(keep_last=2), grace=3600.0)
-    assert drain.retain() == 0
+    sender, store = sender_after(tmp_path, 5, Retention(keep_last=2), grace=3600.0)
+    assert sender.retain() == 0
     assert len(complete(store.listing())) == 5
 
 
 def test_a_checkpoint_that_was_sent_is_not_sent_again(tmp_path):
     pool_with(tmp_path / "run.pool", steps=2)
-    drain = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
-    assert drain.send().step == 2
-    assert drain.send() is None
+    sender = pool_sender(tmp_path / "run.pool", tmp_path / "tier", "test")
+    assert sender.send().step == 2
+    assert sender.send() is None
 
 
 @pytest.mark.parametrize(
@@ -272,13 +272,13 @@ def test_a_training_that_went_back_is_the_newest(tmp_path):
     model = net()
     with lightck.attach(model, tmp_path / "run.pool", optimizer=(optimizer := adam(model)), slots=4):
         train(model, optimizer, 5)
-    drain = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
-    assert drain.send().step == 5
+    sender = pool_sender(tmp_path / "run.pool", tmp_path / "tier", "test")
+    assert sender.send().step == 5
     model = net()
     optimizer = adam(model)
     lightck.recover(tmp_path / "run.pool", model, optimizer, step=3)
     with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer):
         train(model, optimizer, 1, start=10)  # other data
-    assert drain.send().step == 4
+    assert sender.send().step == 4
     copied(tmp_path / "tier", tmp_path / "new.pool")
     assert are_equal(tmp_path / "new.pool", tmp_path / "run.pool")

@@ -21,8 +21,8 @@ from lightck.cli.base import BAD, FAILED, OK
 from lightck.pool.format.structures import pack_slot_header
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
-from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.pool_sender import PoolSender
 from lightck.tiers.tier_manifest import read_manifest
 
 

@@ -21,9 +21,9 @@ from lightck.cli.base import BAD, FAILED, OK
 from lightck.pool.format.structures import DamagedError
 from lightck.tiers.candidates import Candidate
 from lightck.tiers.claiming import ClaimFile
-from lightck.tiers.drain import PoolSender
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, claim_name
+from lightck.tiers.pool_sender import PoolSender
 from lightck.tiers.tier_manifest import SentObject, read_manifest
 
 

@@ -19,7 +19,7 @@ from lightck.pipeline.guard import WriteGuard
 from lightck.pipeline.sources import UnchangedTensors
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
-from lightck.tiers.copying import copy_from_tier, drain_to
+from lightck.tiers.copying import copy_from_tier, pool_sender
 
 ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
 
@@ -495,13 +495,13 @@ def test_a_stale_checkpoint_that_was_sent_to_a_tier_is_not_fetched(pool, tmp_pat
     tier, progress = tmp_path / "tier", lambda *_: nullcontext(lambda _: None)
     with session:
         session.flush()
-        drain = drain_to(pool, tier, "test")
-        assert drain.send().step == 7
+        sender = pool_sender(pool, tier, "test")
+        assert sender.send().step == 7
         monkeypatch.undo()
         monkeypatch.setattr(WriteGuard, "committed", lambda *args: None)  # the strike has not come yet
         written(model, optimizer, session)
         seen = everything(model, optimizer)
-        assert drain.send().step == 8
+        assert sender.send().step == 8
         monkeypatch.undo()
     with pytest.raises(CorruptPoolError, match="wrong bytes"):
         copy_from_tier(tier, tmp_path / "seven.pool", step=7, progress=progress)

@@ -29,7 +29,7 @@ from lightck.tiers.checkpoint_in_tier import FolderUnreachableError, checkpoint_
 from lightck.tiers.decisions import complete
 from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.drain_messages import TierSettings
-from lightck.tiers.drains import fed_from
+from lightck.tiers.drains import folders_that_feed
 from lightck.tiers.feeding import Feed
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, Writer
@@ -216,9 +216,9 @@ def manifests(bucket: Bucket) -> list[Any]:
         (("1h", 10), {}),
     ],
 )
-def test_a_store_is_fed_from_a_folder_that_gets_checkpoints_as_often(every, found):
+def test_a_store_is_folders_that_feed_a_folder_that_gets_checkpoints_as_often(every, found):
     near, other = every
-    assert fed_from([lightck.Tier("/near", every=near), lightck.Tier("s3://bucket/far", every=other)]) == found
+    assert folders_that_feed([lightck.Tier("/near", every=near), lightck.Tier("s3://bucket/far", every=other)]) == found
 
 
 def test_of_several_folders_the_first_one_that_suits_feeds_each_store():
@@ -231,7 +231,7 @@ def test_of_several_folders_the_first_one_that_suits_feeds_each_store():
         lightck.Tier("s3://bucket/c", every=10),
         lightck.Tier("s3://bucket/d", every=9),
     ]
-    assert fed_from(tiers) == {0: 2, 4: 1, 5: 2}
+    assert folders_that_feed(tiers) == {0: 2, 4: 1, 5: 2}
 
 
 def test_a_folder_that_fails_does_not_keep_the_store_from_its_checkpoints(tmp_path, bucket):

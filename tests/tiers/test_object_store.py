@@ -98,7 +98,7 @@ def test_an_error_names_the_status_and_no_text_of_the_store(bucket, fault):
         lambda: store.listing(),
         lambda: store.now(),
         lambda: store.delete(OBJECT),
-        lambda: store.refuse_other_folder(),
+        lambda: store.refuse_foreign_contents(),
     ):
         with pytest.raises(TierError) as found:
             ask()

@@ -18,7 +18,7 @@ import lightck
 from lightck.cli import main
 from lightck.errors import PoolError
 from lightck.pool.reader import open_pool
-from lightck.tiers import drain, drain_link, late_drain
+from lightck.tiers import drain_link, late_drain, pool_sender
 from lightck.tiers.claiming import claim_tier
 from lightck.tiers.drain_messages import DrainSettings, DrainState, TierSettings, receive_message, send_message
 from lightck.tiers.drain_process import DrainProcess
@@ -146,7 +146,7 @@ def test_the_limit_ends_when_time_is_short(message):
 
 def test_the_limit_ends_by_a_signal_to_the_drain_and_not_by_close():
     process, other = process_and_training()
-    for message in ({"close": True}, {"grace": 30.0}, {"metrics": {"loss": 1.0}, "step": 3}):
+    for message in ({"close": True}, {"signal_grace": 30.0}, {"metrics": {"loss": 1.0}, "step": 3}):
         send_message(other, message)
     process._read()
     assert rate_of(process) == 5.0
@@ -225,7 +225,7 @@ def test_the_option_of_a_command_reaches_what_sends(tmp_path, monkeypatch, comma
             rates.append(bytes_per_second)
             super().__init__(bytes_per_second, *more)
 
-    monkeypatch.setattr(drain, "Pacer", Recorded)
+    monkeypatch.setattr(pool_sender, "Pacer", Recorded)
     monkeypatch.setattr(late_drain, "Pacer", Recorded)
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     model, optimizer, session = attached(pool, [lightck.Tier(tmp_path / "tier", every="1h")])

@@ -167,16 +167,16 @@ def test_names_of_others_are_not_listed(place, store):
 
 
 def test_a_place_with_something_else_in_it_is_refused(place, store):
-    store.refuse_other_folder()  # nothing lies there
+    store.refuse_foreign_contents()  # nothing lies there
     put_beside(place, ".tmp-1234", b"x")
-    store.refuse_other_folder()
+    store.refuse_foreign_contents()
     put_beside(place, "thesis.tex", b"x")
     assert not store.has_claim()
     assert not is_tier(*place)
     with pytest.raises(TierError, match=r"thesis\.tex"):
-        store.refuse_other_folder()
+        store.refuse_foreign_contents()
     store.put(claim_name(CLAIM), b"{}")
-    store.refuse_other_folder()  # a tier, in which the user has put something
+    store.refuse_foreign_contents()  # a tier, in which the user has put something
     assert store.has_claim()
     assert is_tier(*place)
 

@@ -1,4 +1,4 @@
-"""The place of one drain among those of a session."""
+"""What one drain of a session must know of the other drains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightck.tiers.tier import Tier
 
 
 @dataclass(frozen=True)
-class Place:
+class DrainRole:
     """The number of a drain, the tiers of the other drains, and which of these tiers feeds it or is fed by it
     (``drains.py``)."""
 

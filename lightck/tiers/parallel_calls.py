@@ -124,7 +124,7 @@ class Puts:
 
 @contextlib.contextmanager
 def puts_to(store: Store, nbytes: int) -> Iterator[Puts]:
-    """Yield ``Puts``. At the end nothing is in flight, whatever was raised."""
+    """Yield ``Puts``. When the block ends, no put is under way any more, whatever was raised."""
     puts = Puts(store, nbytes)
     try:
         yield puts

@@ -2,7 +2,7 @@
 
     claim    the tier, when the first checkpoint of an incarnation is sent
     send     the newest checkpoint, unless it was sent already
-    retain   what ``tier_writer.py`` says
+    retain   delete the checkpoints that need not stay (``tier_writer.py``)
 
 Failure cases: the pool is not there yet, holds no checkpoint, or was replaced (it is opened anew each time, and
 its symbolic links are resolved anew); a pool of another run takes the path (``TierClaimedError``); a checkpoint is
@@ -39,7 +39,8 @@ class Copied:
     """A checkpoint that was copied to a tier or from one. path: the pool or the tier to which it was copied. nbytes:
     the bytes of its tensors. sent_nbytes: the bytes that were written for it. rejected: notes on other checkpoints:
     newer ones that were skipped, each with the reason; after a copy from a tier also older ones with the same or a
-    larger step. notes: how to go on from what was copied."""
+    larger step. notes: after a copy from a tier, how to continue from a checkpoint that is not the newest; after a copy
+    to a tier, which checkpoints with larger steps the tier held before."""
 
     step: int
     path: str
@@ -78,8 +79,8 @@ class PoolSender:
 
     def send(self, step: int | None = None, progress: Progress | None = None) -> Copied | None:
         """Send the newest checkpoint, or that of ``step``. Returns None if the newest one was sent before. Raises
-        ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if its updates cannot
-        be made again."""
+        ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if its gradient
+        records need an optimizer of another class than those of ``torch.optim``."""
         with closing(open_pool(readable_path(self._pool), gradients=True)) as reader:
             if step is None and self._is_sent(reader):
                 return None

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from lightck.errors import TierError
-from lightck.tiers import folder_write, in_flight
+from lightck.tiers import folder_write, parallel_calls
 from lightck.tiers.folder_write import write_file
-from lightck.tiers.in_flight import NamedBytes, in_order, puts_to
+from lightck.tiers.parallel_calls import NamedBytes, in_order, puts_to
 
 PAGE = 4096
 
@@ -133,7 +133,7 @@ def test_results_come_in_the_order_of_the_items(n):
 
 
 def aligned(nbytes, offset=0):
-    memory = in_flight._page_aligned(nbytes + offset)
+    memory = parallel_calls._page_aligned(nbytes + offset)
     memory[:] = np.frombuffer(random.Random(nbytes).randbytes(nbytes + offset), np.uint8)
     return memory[offset:]
 
