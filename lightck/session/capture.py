@@ -120,7 +120,6 @@ class Capture:
         """Names of the buffers that a restore is allowed to resize: those that changed in size or dtype, were removed,
         or were None at first."""
         self.shares = Shares()
-        """What this rank writes of tensors that the ranks of its host divide."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
@@ -144,8 +143,8 @@ class Capture:
         self._fork_rng_watch = ForkRngWatch()
         self._whole_units = WholeUnits()
         self._stepped_outside: set[int] = set()
-        """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped while the wrapper's own
-        ``step`` was not running."""
+        """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped outside of their own
+        ``step``."""
         self._frozen: dict[int, int] = {}
         """The tensors that were frozen when ``tensors`` found them: id of ``Live.registered`` -> id of ``Live.tensor``.
         The two ids differ only for a DTensor."""
