@@ -375,6 +375,7 @@ def unused_parts(plan: _restore.RestorePlan) -> tuple[str, ...]:
     descriptions = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
     taken_state = plan.objects.keys() | plan.declined
     descriptions += [f"state {name!r}" for name in plan.contents.state if name not in taken_state]
+    descriptions += [f"the tie of two parameters ({one})" for one in plan.untied]
     unfit = [*plan.drift.extra, *plan.drift.reshaped, *plan.drift.retyped]
     if unfit:
         descriptions.append(f"the tensor {unfit[0]}" if len(unfit) == 1 else f"{len(unfit)} tensors ({unfit[0]}; ...)")

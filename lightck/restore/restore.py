@@ -95,6 +95,8 @@ class RestorePlan:
     sets the value in the checkpoint."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> tensor that ``apply`` has written or loaded so far."""
+    untied: list[str] = field(default_factory=list)
+    """A text for each parameter that was tied to another one when it was saved, and is a tensor of its own now."""
     unfit: set[str] = field(default_factory=set)
     """Names of parameters and buffers of another shape or dtype: they and their optimizer state are not restored."""
 
@@ -136,6 +138,8 @@ def check(
     refuse_optimizer_before_dtensors(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
+    plan.untied = _untied(contents, left)
+    notes.extend(f"{one} when it was saved, and is not now" for one in plan.untied if unused_is_drift)
     _match_optimizers(contents, opt_views, plan, notes, unused_is_drift)
     _match_objects(contents, objects, plan, notes, unused_is_drift, strict)
     _match_extra_state(contents, view, plan, notes)
@@ -216,6 +220,19 @@ def _match_tensors(
                 # values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
+
+
+def _untied(contents: Contents, lives: Sequence[Live]) -> list[str]:
+    """Describe the parameters that were one tensor with another one when they were saved, and are two tensors now:
+    from the next update on they would differ."""
+    owners = {live.name: live.alias or live.name for live in lives}
+    found = []
+    for live in lives:
+        entry = contents.entries.get(live.name)
+        saved_owner = None if entry is None or live.role != "param" else entry.alias
+        if saved_owner in owners and owners[saved_owner] != owners[live.name]:
+            found.append(f"{live.name} was tied to {saved_owner}")
+    return found
 
 
 def _other_part(live: Live, entry: Entry) -> str:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.errors import LateError
 from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, Objects, schedulers_of
+from lightck.session.late_schedulers import LateSchedulers, step_counts
 from lightck.state.ranks import check_rank
 
 log = logging.getLogger("lightck")
@@ -40,7 +41,7 @@ class FirstStep:
     """Each parameter group that a scheduler has driven, in this run or before, and the group's restored learning
     rate."""
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
-    """What ``_scheduler_counts`` returned after the restore."""
+    """The step counts of the saved schedulers after the restore."""
     _options_are_compared: bool = False
     """Whether ``Comparison`` compares the options of optimizers at the first update."""
     _schedulers_at_attach: list[weakref.ref[LRScheduler]] = field(default_factory=list)
@@ -51,16 +52,17 @@ class FirstStep:
         update that followed it, and ``Comparison`` compares them at the first update."""
         self._options_are_compared = options_are_compared
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
-        self._scheduler_counts_at_attach = self._scheduler_counts()
+        self._scheduler_counts_at_attach = step_counts(self.objects.values())
         if self._lrs:
             self._schedulers_at_attach.extend(
                 weakref.ref(s) for s in schedulers_of(LiveObjects(collect=False), self.optimizers)
             )
 
-    def check(self, capture: Capture) -> None:
+    def check(self, capture: Capture) -> LateSchedulers | None:
         """Raise ``LateError`` for a scheduler that was made after attach. If the process has become one of several
         ranks since attach, warn on rank 0, and raise ``UnsupportedError`` on any other. Also run what other parts of
-        the session do before the first update."""
+        the session do before the first update. Returns what finds schedulers that are built later; None if no
+        scheduler need be saved."""
         if not self.is_rank_known:
             check_rank()
         capture.before_first_update()
@@ -68,18 +70,11 @@ class FirstStep:
         self._check_lr()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
-
-    def _scheduler_counts(self) -> list[object]:
-        """The step counts of the saved schedulers and of their parts. A scheduler that has stepped has other counts."""
-        schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        # A chained scheduler does not count its steps. Its parts count theirs.
-        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]
-        counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: warm restarts count in fractions of an epoch
-        return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
+        return None if self.is_scheduler_declined else LateSchedulers(capture)
 
     def _check_lr(self) -> None:
         """If a restored learning rate has changed and no saved scheduler has stepped, raise ``LateError`` or warn."""
-        if not self._lrs or self._scheduler_counts() != self._scheduler_counts_at_attach:
+        if not self._lrs or step_counts(self.objects.values()) != self._scheduler_counts_at_attach:
             return
         moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
         if not moved:

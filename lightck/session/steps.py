@@ -53,6 +53,7 @@ from lightck.session.discover import (
 from lightck.session.first_step import FirstStep
 from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
+from lightck.session.late_schedulers import LateSchedulers
 from lightck.session.loop_top import LoopTopCheck
 from lightck.session.replica_updates import ReplicaUpdates
 from lightck.session.saved_watch import SavedWatch
@@ -94,6 +95,7 @@ class Steps(StepListener):
         self.capture, self.pipeline, self.meter, self.resumed = capture, pipeline, meter, resumed
         self.session_lock = SessionLock()
         self._first_step: FirstStep | None = first_step
+        self._late_schedulers: LateSchedulers | None = None
         done_at = None
         if resumed is not None:
             capture.positions = Positions(capture.loaders, resumed.loaders)
@@ -254,7 +256,7 @@ class Steps(StepListener):
         if self._compression is not None:
             self._compression.forget()
         self.continuation.forget()
-        self._first_step = self.loop_top = self.commits.cross_check = None
+        self._first_step = self._late_schedulers = self.loop_top = self.commits.cross_check = None
 
     # -- an update ---------------------------------------------------------------------------------------
 
@@ -508,9 +510,12 @@ class Steps(StepListener):
             self.loop_top = None
 
     def _check_first_step(self) -> None:
+        """Run the checks of the first update, and those of each later one that look for what was made too late."""
         if self._first_step is not None:
-            self._first_step.check(self.capture)
+            self._late_schedulers = self._first_step.check(self.capture)
             self._first_step = None
+        elif self._late_schedulers is not None and self._late_schedulers.check():
+            self._late_schedulers = None
 
 
 def _continuation_of(

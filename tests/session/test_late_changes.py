@@ -100,6 +100,66 @@ def test_a_scaler_that_is_built_after_attach_is_named(declined, count, pool, cap
     assert caplog.text.count("a GradScaler was built after attach and is not saved") == count
 
 
+def averaged_late(optimizer: torch.optim.Optimizer, step: int, made: list[Any]) -> None:
+    """Stochastic weight averaging as its tutorial has it: its scheduler is built when the averaging begins."""
+    main = made[0]
+    if step == 4:
+        made.append(torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=4))
+    (made[1] if step >= 4 else main).step()
+
+
+def second_phase(optimizer: torch.optim.Optimizer, step: int, made: list[Any]) -> None:
+    if step == 4:
+        made.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    made[-1].step()
+
+
+def own_rates(optimizer: torch.optim.Optimizer, step: int, made: list[Any]) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def only_main(optimizer: torch.optim.Optimizer, step: int, made: list[Any]) -> None:
+    made[0].step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "state", "count"),
+    [
+        (averaged_late, {}, 1),
+        (second_phase, {}, 1),
+        (averaged_late, {"scheduler": None}, 0),
+        (own_rates, {}, 0),
+        (only_main, {}, 0),
+    ],
+)
+def test_a_scheduler_that_is_built_in_mid_training_is_named_once(schedule, state, count, pool, caplog):
+    model = Pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+    with lightck.attach(model, pool, optimizer=optimizer, state=state):
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            schedule(optimizer, step, made)
+    assert caplog.text.count("was built after the first update and is not saved") == count
+    if count:
+        assert type(made[-1]).__name__ in caplog.text
+
+
+def test_a_scheduler_that_was_left_out_at_the_first_update_is_not_named_later(pool, caplog):
+    model = Pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    other = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scheduler": saved}):
+        for _ in range(6):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            other.step()
+    assert "was built after the first update" not in caplog.text
+
+
 class Visits(torch.utils.data.Sampler[int]):
     """Counts in place, in a tensor that is stored apart from the small state."""
 

@@ -77,6 +77,25 @@ def test_pool_of_tied_weights_restores_into_untied_ones(pool):
 
 
 @pytest.mark.parametrize("how", [by_object, by_data])
+def test_a_resume_without_the_tie_that_was_saved_names_it_and_changes_nothing(pool, how):
+    """The tie may have been made in mid-training, or by a function that the script no longer calls."""
+    model, optimizer = tied(how)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 2)
+    other = Net(seed=9)
+    other_optimizer = torch.optim.SGD([other.table.weight, *other.body.parameters()], lr=0.01, momentum=0.5)
+    if how is by_data:
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.5)
+    seen = everything(other, other_optimizer)
+    with pytest.raises(DriftError, match=r"model/head\.weight was tied to model/table\.weight"):
+        lightck.attach(other, pool, optimizer=other_optimizer, resume=True)
+    assert same(everything(other, other_optimizer), seen)
+    lightck.recover(pool, other)
+    with pytest.raises(SessionError, match=r"head\.weight was tied to model/table\.weight"):
+        lightck.attach(other, pool, optimizer=other_optimizer)
+
+
+@pytest.mark.parametrize("how", [by_object, by_data])
 def test_different_values_are_refused_for_tied_weights_and_nothing_changes(pool, how):
     model, optimizer = tied(lambda model: None)
     with lightck.attach(model, pool, optimizer=optimizer):

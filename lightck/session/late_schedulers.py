@@ -1,0 +1,87 @@
+"""Finds an LR scheduler that is built after the first update, and is not saved: a resumed run would start it over.
+
+Such a scheduler shows in the groups of its optimizer: it adds an option, or it changes the learning rate while no saved
+scheduler steps. All live objects are searched only then, which is slow. A loop may change the learning rate itself, so
+the search is made at the first, second, fourth, ... such update.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from lightck.session.capture import Capture
+from lightck.session.discover import LiveObjects, schedulers_of
+
+log = logging.getLogger("lightck")
+_COUNTS = ("last_epoch", "_step_count", "T_cur")
+"""T_cur: schedulers with warm restarts count in fractions of an epoch."""
+
+
+def step_counts(objects: Iterable[object]) -> list[object]:
+    """Return the step counts of the schedulers in ``objects`` and of their parts. A scheduler that has stepped has
+    other counts."""
+    schedulers = [one for one in objects if isinstance(one, LRScheduler)]
+    # A chained scheduler does not count its steps. Its parts count theirs.
+    parts = [part for one in schedulers for part in getattr(one, "_schedulers", ())]
+    return [getattr(one, name, None) for one in (*schedulers, *parts) for name in _COUNTS]
+
+
+class LateSchedulers:
+    """Made at the first update; ``check`` is called before each later one."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        # An unsaved scheduler that exists already was left out on purpose: ``FirstStep`` has let it pass.
+        self._known = [weakref.ref(one) for one in schedulers_of(LiveObjects(collect=False), self._optimizers())]
+        self._keys, self._rates, self._counts = self._seen()
+        self._n_unexplained = 0
+        """How many updates had options that no saved scheduler explains."""
+
+    def check(self) -> bool:
+        """Warn of a late scheduler. Returns whether there is one, and nothing more to find."""
+        before = self._keys, self._rates, self._counts
+        self._keys, self._rates, self._counts = self._seen()
+        is_driven = self._rates != before[1] and self._counts == before[2]
+        if self._keys == before[0] and not is_driven:
+            return False
+        self._n_unexplained += 1
+        if self._n_unexplained & (self._n_unexplained - 1):
+            return False
+        late = self._late()
+        if late is None:
+            return False
+        log.warning(
+            "lightck: an LR scheduler (%s) was built after the first update and is not saved. After a crash it starts "
+            "over, and the learning rates differ. Build it before attach, and pass all schedulers: attach(..., "
+            'state={"scheduler": scheduler, "second": second_scheduler}); state={"scheduler": None} says that none '
+            "need be saved",
+            type(late).__name__,
+        )
+        return True
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [view.optimizer for view in self._capture.optimizers]
+
+    def _seen(self) -> tuple[list[int], list[object], list[object]]:
+        """Return the number of options of each group, its learning rate (None for a tensor), and the counts of the
+        saved schedulers."""
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        rates = [rate if type(rate := group.get("lr")) is float else None for group in groups]
+        return [len(group) for group in groups], rates, step_counts(self._capture.objects.values())
+
+    def _late(self) -> LRScheduler | None:
+        """Return a live scheduler that is neither saved nor known; None if there is none."""
+        known = {id(one) for one in self._capture.objects.values()}
+        known |= {id(one) for ref in self._known if (one := ref()) is not None}
+        found: list[LRScheduler] = []
+        for collect in (False, True):  # what the quick search finds may be garbage
+            live = schedulers_of(LiveObjects(collect=collect), self._optimizers())
+            found = [one for one in live if id(one) not in known]
+            if not found:
+                return None
+        return found[0]
