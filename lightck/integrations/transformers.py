@@ -91,6 +91,8 @@ _USED = (
     "is_fsdp_enabled",
 )
 """Attributes of ``Trainer`` that this file uses."""
+_Checkpoint = str | os.PathLike[str] | bool
+"""A folder; True: the newest one in ``output_dir``."""
 _USED_IN_TRAINING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 """Attributes that exist only while the Trainer trains."""
 
@@ -289,7 +291,7 @@ class TrainerSession:
     def _train(
         self,
         train: Callable[..., Any],
-        resume_from_checkpoint: str | bool | None = None,
+        resume_from_checkpoint: _Checkpoint | None = None,
         trial: object = None,
         **kwargs: Any,
     ) -> Any:
@@ -342,14 +344,15 @@ class TrainerSession:
         self._max_steps_before = int(own["max_steps"])
         return int(own["global_step"])
 
-    def _prefer_trainer_checkpoint(self, resume_from_checkpoint: str | bool, step: int | None) -> None:
+    def _prefer_trainer_checkpoint(self, resume_from_checkpoint: _Checkpoint, step: int | None) -> None:
         """Raise ``CheckpointExistsError`` if the pool is ahead of the Trainer's own checkpoint, which is to be loaded.
         Else that one is loaded, and the pool begins anew."""
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.trainer.args.output_dir)  # type: ignore[no-untyped-call]
-        if not isinstance(folder, str):
-            return  # the Trainer says what is wrong
+        if not isinstance(folder, (str, os.PathLike)):
+            return  # there is no checkpoint, which the Trainer says
+        folder = os.fspath(folder)
         file = os.path.join(folder, trainer_module.TRAINER_STATE_NAME)
         if not os.path.isfile(file):
             raise NoCheckpointError(
@@ -381,7 +384,12 @@ class TrainerSession:
                 "epochs, so it cannot find its place again. lightck.recover(path, model) restores the weights."
             )
 
-    def _run(self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        train: Callable[..., Any],
+        resume_from_checkpoint: _Checkpoint | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run the Trainer's ``train``, with methods of this object in place of the Trainer's."""
         trainer, is_resumed = self.trainer, self._folder is not None
         self._session_loader, self.begins_epoch = None, False

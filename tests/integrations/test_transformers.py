@@ -205,10 +205,11 @@ def test_two_ranks_go_on(folder, pool):
 # -- the Trainer's own resume ------------------------------------------------------------------------------------------
 
 
-def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(folder, pool, caplog):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(kind, folder, pool, caplog):
     """It is newer than the pool, which begins anew there."""
     settings = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
-    saved = str(folder / "out" / "checkpoint-5")
+    saved = kind(folder / "out" / "checkpoint-5")
 
     def own() -> Any:
         trainer_of("plain", folder / "out", **settings).train()
@@ -238,13 +239,14 @@ def test_a_missing_checkpoint_of_the_trainer_is_named(folder, pool):
     assert not pool.exists()
 
 
-def test_a_pool_that_is_ahead_is_not_discarded(folder, pool):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_pool_that_is_ahead_is_not_discarded(kind, folder, pool):
     def ahead() -> str:
         run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=8)
         trainer = trainer_of("plain", folder / "out")
         integration.attach(trainer, pool)
         with pytest.raises(CheckpointExistsError) as raised:
-            trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-5"))
+            trainer.train(resume_from_checkpoint=kind(folder / "out" / "checkpoint-5"))
         return str(raised.value)
 
     assert "holds step 5, and the pool" in in_child(ahead)
