@@ -182,7 +182,7 @@ def _mark_of(value: Any, budget: list[int]) -> object:
         mark = (kind, frozenset(_mark_of(one, budget) for one in value))
     elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         budget[1] -= value.nbytes
-        mark = (kind, value.tobytes())
+        mark = (kind, value.dtype.str, value.shape, value.tobytes())
     else:
         raise TypeError
     if min(budget) < 0:

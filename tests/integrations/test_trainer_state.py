@@ -86,6 +86,36 @@ class Keeps(Trainer):
         return loss * (1 + self.kept["ema"])
 
 
+class Reshapes(Trainer):
+    """Gives two arrays another shape, or another dtype, while their bytes stay the same."""
+
+    reshaped: Any
+    retyped: Any
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 1:
+            self.reshaped, self.retyped = np.zeros((2, 2), np.float32), np.zeros(4, np.int32)
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_arrays_of_another_shape_or_dtype_with_the_same_bytes_go_on(folder, pool):
+    def run(*callbacks: TrainerCallback) -> Reshapes:
+        trainer = trainer_of("plain", folder / "out", *callbacks, max_steps=6)
+        trainer.__class__ = Reshapes
+        trainer.reshaped = trainer.retyped = np.zeros(4, np.float32)
+        integration.attach(trainer, pool)
+        with suppress(KeyboardInterrupt):
+            trainer.train()
+        return trainer
+
+    def restarted() -> Any:
+        run(Interrupts(4))
+        resumed = run()
+        return resumed.reshaped.shape, resumed.retyped.dtype == np.int32
+
+    assert in_child(restarted) == ((2, 2), True)
+
+
 def test_attributes_of_a_subclass_of_any_plain_kind_go_on(folder, pool, caplog):
     def restarted() -> Any:
         whole = trained(folder / "plain", None, kind=Keeps, max_steps=6)
