@@ -85,7 +85,7 @@ class Progress:
             "batches_of_an_epoch": fit.n_batches if pending is None else pending["batches_of_an_epoch"],
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop) if pending is None else pending["should_stop"],
-            "stopped_early": fit.has_stopped_early if pending is None else pending.get("stopped_early"),
+            "stopped_early": fit.has_stopped_early if pending is None else _is_early(pending),
             "limits": loops.limits(trainer.fit_loop) if pending is None else pending["limits"],
             "accumulate_grad_batches": fit.batches_per_update,
             "in_eval": fit.eval_modules,
@@ -116,8 +116,7 @@ class Progress:
         fit.seen_batches = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.seen_batches)
         # Another request to stop ended the process that got it, and not the training.
-        is_early = state.get("stopped_early", state["should_stop"])
-        trainer.should_stop = fit.had_stopped_early = is_early and not loops.are_raised(loop, state["limits"])
+        trainer.should_stop = fit.had_stopped_early = _is_early(state) and not loops.are_raised(loop, state["limits"])
         fit.saved_generator_states = state["validation_generators"]
         fit.started_loaders |= set(state["evaluated"])
         callbacks.restore(trainer, state["callbacks"])
@@ -519,6 +518,11 @@ class Fit:
 
 
 # -- small pieces ------------------------------------------------------------------------------------------------------
+
+
+def _is_early(saved: Mapping[str, Any]) -> bool:
+    """Whether early stopping has asked for the end. (Earlier releases saved only that somebody has asked for it.)"""
+    return bool(saved.get("stopped_early", saved["should_stop"]))
 
 
 def _n_batches(combined: Any) -> float:

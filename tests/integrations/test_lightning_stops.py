@@ -23,6 +23,7 @@ from torchmetrics.wrappers import MinMaxMetric  # noqa: E402
 
 from integrations.lightning_programs import Classifier, trainer_of  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
+from lightck.integrations.lightning_fit import Progress  # noqa: E402
 
 
 class At(Callback):
@@ -273,6 +274,30 @@ def test_early_stopping_finishes_the_training_until_there_are_more_epochs(folder
     assert "is finished (step 10). Nothing is trained" in logged
     assert "request to stop" not in logged
     assert "differs" not in logged
+
+
+class EndsSooner(Callback):
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        trainer.fit_loop.min_epochs = 1
+
+
+def test_early_stopping_in_a_pool_of_an_earlier_release_ends_the_training_for_good(folder, pool, monkeypatch):
+    """Such a pool says only that the training was to stop. The start that it stops saves once more, without a batch."""
+    now = Progress.state_dict
+
+    def run(*others: Callback, step: int) -> int:
+        stops = EarlyStopping("val_loss", stopping_threshold=100.0)
+        return fitted(folder / "out", pool, stops, At(step, interrupt), *others, min_epochs=2, max_epochs=4)[1]
+
+    def restarted() -> list[int]:
+        with monkeypatch.context() as earlier:
+            earlier.setattr(
+                Progress, "state_dict", lambda one: {k: v for k, v in now(one).items() if k != "stopped_early"}
+            )
+            run(step=14)
+        return [run(EndsSooner(), step=20), run(EndsSooner(), step=20)]
+
+    assert in_child(restarted) == [13, 13]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
