@@ -119,6 +119,22 @@ def test_the_script_of_slurm_ends_with_the_status_of_a_training_that_fails(folde
     assert "TierError" in done.stderr
 
 
+def test_the_script_of_slurm_ends_with_the_status_of_a_command_that_ends_at_once(folder):
+    """It has ended before the script looks at it: ``kill -0`` waits until then."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "lightck").write_text("#!/bin/sh\nexit 3\n")
+    (folder / "bin" / "lightck").chmod(0o755)
+    (folder / "early").write_text(
+        'kill() { [ "$1" != -0 ] || while builtin kill -0 "$2"; do sleep 0.01; done; false; }\n'
+    )
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    variables = environment(PATH=path, SLURM_JOB_ID="1", BASH_ENV=str(folder / "early"))
+    words = ["bash", EXAMPLES / "slurm" / "train.sbatch"]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert "integer expression" not in done.stderr
+    assert done.returncode == 3
+
+
 # -- Kubernetes
 
 
