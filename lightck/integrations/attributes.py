@@ -5,8 +5,8 @@ those that differ, or that an earlier run changed. ``restore`` sets them.
 
 Invariant: what the training has not changed is not saved, so a restart may give such attributes other values.
 
-Failure cases: a changed attribute that cannot be saved (it holds other objects, or more than ``MOST_ITEMS`` values or
-``MOST_BYTES`` bytes of tensors and texts) is named in one warning.
+Failure cases: a changed attribute that cannot be saved (it holds other objects, or more than ``ITEMS_MAX`` values or
+``BYTES_MAX`` bytes of tensors and texts) is named in one warning.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 log = logging.getLogger("lightck")
-MOST_ITEMS = 20_000
-MOST_BYTES = 1 << 26
-MOST_SEEN = 50
+ITEMS_MAX = 20_000
+BYTES_MAX = 1 << 26
+WATCHED_MAX = 50
 """Of a value that cannot be saved, only this number of items or attributes is watched for changes."""
 _SAVED_ELSEWHERE = frozenset(
     {
@@ -75,7 +75,7 @@ class ChangedAttributes:
         self.restore_again()
 
     def restore_again(self) -> None:
-        """Restore them again, because code at the beginning of a run may have overwritten the restored values."""
+        """Set the saved attributes again, because code at the beginning of a run may have overwritten them."""
         for name, value in self._restored.items():
             setattr(self._owner, name, filled(getattr(self._owner, name, None), value))
 
@@ -135,7 +135,7 @@ class TensorMark:
 
 def _mark(value: Any) -> tuple[bool, object]:
     """Return whether the value is plain and not too large, and something that differs if it has changed."""
-    budget = [MOST_ITEMS, MOST_BYTES]
+    budget = [ITEMS_MAX, BYTES_MAX]
     try:
         return True, _mark_of(value, budget)
     except (TypeError, RecursionError):
@@ -157,11 +157,11 @@ def _mark_of_object(value: Any, depth: int = 3) -> object:
         inner = list(value)
     else:
         inner = list(getattr(value, "__dict__", {}).values())
-    plain = tuple(one for one in inner[:MOST_SEEN] if type(one) in _PLAIN)
+    plain = tuple(one for one in inner[:WATCHED_MAX] if type(one) in _PLAIN)
     return (
         id(value),
         plain,
-        tuple(_mark_of_object(one, depth - 1) for one in inner[:MOST_SEEN] if type(one) not in _PLAIN),
+        tuple(_mark_of_object(one, depth - 1) for one in inner[:WATCHED_MAX] if type(one) not in _PLAIN),
     )
 
 
@@ -204,8 +204,9 @@ def _plain(value: Any) -> Any:
 
 
 def filled(present: Any, saved: Any) -> Any:
-    """Return the saved value. If the present value is a container of the same kind, it is emptied and filled, so that a
-    ``defaultdict`` stays one, also inside another. A tensor goes to the device of the present one."""
+    """Return the saved value. If both values are dicts, or the present one is a list or deque and the saved one a list,
+    the present one is emptied and filled, so that a ``defaultdict`` stays one, also inside another. A tensor goes to
+    the device of the present one."""
     if isinstance(present, dict) and isinstance(saved, dict):
         before, make = dict(present), getattr(present, "default_factory", None) or (lambda: None)
         present.clear()

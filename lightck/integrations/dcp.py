@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP): a pool, or the directory of a group's pools, behind torch's ``StorageReader`` and
 ``StorageWriter``.
 
-    state = {"model": model_state_dict, "optimizer": optimizer_state_dict}    # of get_state_dict, in any placement
+    state = {"model": model_state_dict, "optimizer": optimizer_state_dict}  # from get_state_dict, however it is sharded
     dcp.save(state, storage_writer=lightck.integrations.dcp.PoolWriter("run.pool", step=step))
     dcp.load(state, storage_reader=lightck.integrations.dcp.PoolReader("run.pool"))
 
@@ -19,7 +19,8 @@ How a save goes (``lightck.saving`` does the work):
 
     prepare_local_plan  every rank puts into its plan what it finds at the path: pools, and their checkpoints
     prepare_global_plan the coordinator decides: step, incarnation, and the newest checkpoint that all ranks have
-    write_data          each rank writes its tensors into a free slot, never into that of this checkpoint, and commits
+    write_data          each rank writes its tensors into a free slot, never into that of the common checkpoint, and
+                        commits
     finish              all ranks have committed. Pools of another number of ranks are removed
 
 Invariant: nothing that was stored as bytes is unpickled here. Options of optimizers are plain values in the pool of a
@@ -69,8 +70,8 @@ from lightck.saving.places import Order, Report, decide, is_saved_here, refuse_i
 TENSORS, BYTES = "model/", "bytes/"
 """What the names of tensors, and of bytes, begin with in a pool that ``PoolWriter`` made. The key follows."""
 STATE_NAME = "dcp"
-"""Name in ``Checkpoint.state`` under which the path of each key lies, by which torch makes nested dicts of keys. Only a
-checkpoint that ``PoolWriter`` made has it."""
+"""Name in ``Checkpoint.state`` under which the path of each key is saved: its place in the nested state dict, which
+torch builds again from these paths. Only a checkpoint that ``PoolWriter`` made has it."""
 
 
 _Path = tuple[str | int, ...]
@@ -88,8 +89,9 @@ class PoolReader(StorageReader):
     Args:
         pool_path: the pool, or the directory of a group of ranks. It may be in use.
         step: read this step instead of the newest. Pass it if a training goes on with the pool.
-        model_key, optimizer_key: of a pool of ``lightck.attach``: names that the state dict has for model and
-            optimizer; "" for none: the names of parameters are the keys then.
+        model_key, optimizer_key: only for a pool of ``lightck.attach``: the names that the state dict has for model and
+            optimizer. "" means that there is no such level. Then the keys of the model are the names of its parameters
+            and buffers, and those of the optimizer begin with ``state`` and ``param_groups``.
         flatten_optimizer_state_dict: as in ``StateDictOptions``: the keys of options are
             ``optimizer.param_groups.<name>.<option>``.
 
@@ -211,7 +213,7 @@ class PoolReader(StorageReader):
         if name is not None:
             return io.BytesIO(self._opened_checkpoint.read(name).numpy().tobytes())
         stored = io.BytesIO()
-        torch.save(deepcopy(self._values[key]), stored)  # reads the tensors in it
+        torch.save(deepcopy(self._values[key]), stored)  # the copy has a tensor in place of each ``_Named``
         stored.seek(0)
         return stored
 
@@ -316,8 +318,9 @@ class PoolWriter(StorageWriter):
         step: the number of the checkpoint, for ``lightck.recover(path, step=...)`` and the commands. By default it is
             one more than that of the newest checkpoint, and 1 in a new pool. A ``step`` in the state dict is a value
             like any other, and not read. ``step`` can be assigned before each save.
-        overwrite: discard what the path holds (pools of ``lightck.attach``, or damaged ones) at the first save. Pools
-            that ``PoolWriter`` made go on without it.
+        overwrite: discard everything that the path holds, once, at the first save. Pools of ``lightck.attach`` and
+            damaged ones need it. Pools that ``PoolWriter`` made do not: without it, their checkpoints stay, and saves
+            go on.
 
     The pool is open, and locked, only during a save. ``save`` puts the errors of lightck into the message of an error
     of its own. It fails with ``CheckpointExistsError`` if the path holds a training's checkpoints, with
@@ -334,8 +337,8 @@ class PoolWriter(StorageWriter):
         self._rank = 0
         self._report: Report | None = None
         self._order: Order | None = None
-        """The order of the coordinator, which keeps it here, because a cached plan does not carry it; None on other
-        ranks."""
+        """What the coordinator itself has to do in this save. It is kept here, because a cached plan does not carry it.
+        None on other ranks."""
 
     # -- StorageWriter -------------------------------------------------------------------------------------
 
@@ -402,7 +405,8 @@ class PoolWriter(StorageWriter):
 
 
 def _given(plan: SavePlan, planner: SavePlanner) -> Iterator[GivenTensor]:
-    """Yield what a plan says, under its name in the pool. Tensors are asked for when they are written."""
+    """Yield each tensor, and each value as bytes, that the plan asks to save, under its name in the pool. Tensors are
+    asked for when they are written."""
     of_keys: dict[str, list[WriteItem]] = {}
     for item in plan.items:
         of_keys.setdefault(item.index.fqn, []).append(item)
@@ -418,14 +422,14 @@ def _given(plan: SavePlan, planner: SavePlanner) -> Iterator[GivenTensor]:
 
         def read(box: Box, by_box: dict[Box, WriteItem] = by_box) -> torch.Tensor:
             tensor = planner.resolve_data(by_box[box])
-            assert isinstance(tensor, torch.Tensor), "no bytes"
+            assert isinstance(tensor, torch.Tensor), "a box is asked for of a tensor only, not of bytes"
             return tensor
 
         yield GivenTensor(TENSORS + key, data.properties.dtype, tuple(data.size), boxes, read)
 
 
 def _box_of_item(item: WriteItem) -> Box:
-    assert item.tensor_data is not None, "no bytes"
+    assert item.tensor_data is not None, "the item is a tensor, not bytes"
     chunk = item.tensor_data.chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
@@ -444,7 +448,7 @@ def _boxes_of(plans: Sequence[SavePlan]) -> dict[str, tuple[tuple[int, ...], lis
 
 def _cached_plan_error() -> UnsupportedError:
     return UnsupportedError(
-        "The planner takes its plans from a cache (enable_plan_caching=True). PoolWriter puts into the plans which "
-        "checkpoints the ranks have, so a group of ranks cannot use cached ones. Nothing was written. Leave "
+        "The planner takes its plans from a cache (enable_plan_caching=True). PoolWriter needs fresh plans, because "
+        "each one carries the list of the checkpoints that its rank has. Nothing was written. Leave "
         "enable_plan_caching out."
     )

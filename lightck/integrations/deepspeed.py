@@ -83,7 +83,8 @@ _USED = (
     "zero_offload_optimizer",
     "zero_offload_param",
 )
-"""Attributes of the engine that this file uses, and ``_take_model_step``, in which it calls the optimizer's step."""
+"""Attributes of the engine that this file uses. (``_take_model_step``, in which the engine calls the optimizer's step,
+is only checked for.)"""
 _USED_OF_LOADER = (
     "dataset",
     "batch_size",
@@ -157,7 +158,7 @@ def attach(
             "Leave it out."
         )
     given = {STATE_NAME: Counters(engine), **_scheduler(engine, state), **(state or {})}
-    _show_loader(engine)
+    _make_inner_loader(engine)
     followed = _followed(engine)
     session = lightck.attach(
         followed.model,
@@ -261,7 +262,7 @@ def _call_in_forward(engine: Any, model: nn.Module) -> None:
     engine.__dict__["forward"] = lambda *args, **kwargs: model(*args, **kwargs)
 
 
-def _show_loader(engine: Any) -> None:
+def _make_inner_loader(engine: Any) -> None:
     """Make the DataLoader inside the engine's loader now. DeepSpeed makes one like it only at the beginning of a pass,
     and ``session.loader`` should see the same in the first process and after a resume."""
     loader = engine.training_dataloader
@@ -301,7 +302,9 @@ class Counters:
             if hasattr(self._scaler, name):
                 setattr(self._scaler, name, value)
         each = self._engine.gradient_accumulation_steps()
-        if each != state["gradient_accumulation_steps"]:  # another length now: an accumulation of it begins here
+        # An accumulation has another number of batches now. The count goes back to the last multiple of that number, so
+        # that a new accumulation begins here.
+        if each != state["gradient_accumulation_steps"]:
             self._engine.micro_steps = self._engine.micro_steps // each * each
 
     @property

@@ -97,7 +97,8 @@ class PartitionedOptimizer:
         make: Any = type(self.inner)
         view: torch.optim.Optimizer = make(groups)
         view.defaults = dict(self.inner.defaults)
-        # Tells ``session/shared_state.py`` that ``take_over`` puts restored tensors into common memory.
+        # ``session/shared_state.py`` warns of state tensors that share memory, but not with this attribute:
+        # ``take_over`` puts the restored tensors into one flat tensor again.
         setattr(view, "joins_restored_state", True)  # noqa: B010 - mypy knows no such attribute
         return view
 
@@ -160,7 +161,7 @@ class PartitionedOptimizer:
         return [(one, self.view.state[self.tensors[id(one.param)]]) for one in partition.fragments]
 
     def _flat_state(self, partition: Partition) -> dict[str, Any]:
-        """Return the state of a flat tensor, put together of that of its parameters."""
+        """Return the state of a flat tensor, joined from the states of the parameters that lie in it."""
         states = [(one, self.view.state.get(self.tensors[id(one.param)]) or {}) for one in partition.fragments]
         found: dict[str, Any] = {}
         for key in states[0][1] if states else {}:

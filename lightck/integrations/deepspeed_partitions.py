@@ -208,7 +208,7 @@ def _of_stage_3(zero: Any, names: dict[int, str], rank: int, size: int) -> Parti
     )
 
     def refresh() -> None:
-        zero.checkpoint_event_prologue()  # parameters that are whole now would keep their old values
+        zero.checkpoint_event_prologue()  # releases gathered parameters, which would keep their old values
         for number in range(len(zero.fp32_partitioned_groups_flat)):
             zero._reassign_or_swap_out_partitioned_parameters(number)
         zero.checkpoint_event_epilogue()

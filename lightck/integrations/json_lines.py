@@ -59,8 +59,8 @@ def log_to(
 ) -> logging.Handler:
     """Write what lightck logs to ``target`` as JSON lines, from now on.
 
-    Python writes warnings of loggers without a handler to the standard error. This logger has one then, so they appear
-    there only if the program has configured logging itself.
+    As long as the logger ``lightck`` has no handler, Python writes its warnings to standard error. With this handler,
+    they appear there only if the program has configured logging itself.
 
     Args:
         target: a file, to which lines are appended, or an open text stream such as ``sys.stdout``. Each rank needs a

@@ -96,7 +96,8 @@ class LightckCallback(pl.Callback):  # type: ignore[misc]
 
     Args:
         pool_path: the pool's file, made if it does not exist. In a group of ranks: a directory.
-        resume: continue from what the pool holds. False: ``fit`` refuses to, by ``CheckpointExistsError``.
+        resume: continue from what the pool holds. False: ``fit`` raises ``CheckpointExistsError`` if it holds a
+            checkpoint.
         options: other keywords of ``lightck.attach``. ``optimizer`` is the Trainer's.
 
     ``fit`` raises ``UnsupportedError`` for a release, a strategy, a callback or an argument with which a resume would
@@ -179,8 +180,8 @@ def attach(
 
 
 def _set_up_by(fabric: Any) -> Any:
-    wrapper = sys.modules[type(fabric).__mro__[-2].__module__.replace(".fabric.fabric", ".fabric.wrappers")]
-    kind = getattr(wrapper, "_FabricModule", None)
+    wrappers_module = sys.modules[type(fabric).__mro__[-2].__module__.replace(".fabric.fabric", ".fabric.wrappers")]
+    kind = getattr(wrappers_module, "_FabricModule", None)
     gc.collect()
     found = [one for one in gc.get_objects() if type(one) is kind and one._strategy is fabric._strategy]
     if not found:

@@ -31,7 +31,9 @@ def saved(trainer: Any, ours: Any) -> list[list[Any]]:
     for callback in trainer.callbacks:
         if callback is ours:
             continue
-        further = {name: getattr(callback, name) for name in _OF_MODEL_CHECKPOINT if _is_checkpoint(callback, name)}
+        further = {
+            name: getattr(callback, name) for name in _OF_MODEL_CHECKPOINT if _is_model_checkpoint_with(callback, name)
+        }
         state = callback.state_dict()
         if state or further:
             found.append([callback.state_key, state, further])
@@ -49,7 +51,7 @@ def restore(trainer: Any, states: list[list[Any]]) -> None:
         if one[1]:
             callback.load_state_dict(dict(one[1]))
         for name, value in one[2].items():
-            if _is_checkpoint(callback, name):
+            if _is_model_checkpoint_with(callback, name):
                 setattr(callback, name, value)
     if left:
         log.warning(
@@ -59,7 +61,7 @@ def restore(trainer: Any, states: list[list[Any]]) -> None:
         )
 
 
-def _is_checkpoint(callback: Any, name: str) -> bool:
+def _is_model_checkpoint_with(callback: Any, name: str) -> bool:
     return hasattr(callback, "best_k_models") and hasattr(callback, name)
 
 
@@ -99,8 +101,8 @@ def advice_of_timer(trainer: Any) -> str:
 
 
 def write_again(trainer: Any, closed_at: float) -> None:
-    """Let each ``ModelCheckpoint`` write the files once more that were written after ``closed_at`` (seconds since the
-    epoch): the step in which they were written is made again."""
+    """Let each ``ModelCheckpoint`` write the files once more that were written after ``closed_at`` (Unix time): the
+    step in which they were written is made again."""
     for callback in trainer.callbacks:
         folder = getattr(callback, "dirpath", None)
         if hasattr(callback, "file_exists") and isinstance(folder, (str, os.PathLike)) and os.path.isdir(folder):

@@ -29,6 +29,7 @@ def drop_loaded(trainer: Any, path: str, step: int) -> None:
     file, loaded = connector._ckpt_path, connector._loaded_checkpoint
     if not loaded or not _is_chosen_by_lightning(trainer, os.fspath(file)):
         return
+    # In manual optimization each optimizer's step counts in global_step, so one update may count several steps.
     if loaded["global_step"] - step > max(1, len(loaded.get("optimizer_states", ()))):
         return
     connector._ckpt_path, connector._loaded_checkpoint = None, {}

@@ -65,7 +65,7 @@ log = logging.getLogger("lightck")
 STATE_NAME = "lightning"
 """Name in ``state`` under which ``Progress`` is saved."""
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
-"""Packages whose attributes of a module or callback are none of the user's."""
+"""The attributes of a module or callback that the code of these packages assigns are not the user's."""
 _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 _SETTINGS = ("limit_val_batches", "check_val_every_n_epoch", "gradient_clip_val", "log_every_n_steps")
 """Attributes of the loops and the Trainer that hooks may change in mid-training."""
@@ -91,7 +91,7 @@ class Progress:
             "in_eval": fit.eval_modules,
             "validation_generators": fit.validation_generators(),
             "callbacks": callbacks.saved(trainer, fit.callback),
-            "attributes": {name: found for name, one in fit.attributes.items() if (found := one.changed())},
+            "attributes": {name: changed for name, one in fit.attributes.items() if (changed := one.changed())},
             "evaluated": sorted(fit.started_loaders),
             "loggers": loggers.saved(trainer) if pending is None else pending["loggers"],
             "pass_has_ended": fit.pass_has_ended,
@@ -115,7 +115,7 @@ class Progress:
         loops.restore(loop, state["loops"])
         fit.seen_batches = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.seen_batches)
-        # Another request to stop ended the process that got it, and not the training.
+        # Only early stopping ends the training. Any other request to stop has ended only the process that got it.
         trainer.should_stop = fit.had_stopped_early = _is_early(state) and not loops.are_raised(loop, state["limits"])
         fit.saved_generator_states = state["validation_generators"]
         fit.started_loaders |= set(state["evaluated"])
@@ -169,7 +169,7 @@ class Fit:
         self._had_sanity_check = bool(trainer.num_sanity_val_steps)
         self._runs = False
         """Whether the loop of the training has begun."""
-        self._at_early_loaders: RandomStates | None = None
+        self._states_at_early_loaders: RandomStates | None = None
         """The random states at the time when the loaders were made, if that was before the training's loop began."""
         self.pass_has_ended = False
         """Whether the loader of the training has said that its last pass has ended."""
@@ -180,7 +180,8 @@ class Fit:
         self.had_stopped_early = False
         """Whether an ``EarlyStopping`` callback of the run before has asked for the end, which is still to come."""
         self._n_ended = 0
-        """Number of batches of this process whose step ``end_step()`` has ended (manual optimization)."""
+        """Number of batches of the training, earlier runs included, when ``end_step()`` last ended a step (used with
+        manual optimization only)."""
 
     # -- the beginning and the end -------------------------------------------------------------------------
 
@@ -246,17 +247,17 @@ class Fit:
         if self._runs:
             self._attach()
         else:
-            self._at_early_loaders = RandomStates(self.trainer.fit_loop._combined_loader.flattened)
+            self._states_at_early_loaders = RandomStates(self.trainer.fit_loop._combined_loader.flattened)
 
     def _run(self, run: Callable[[], None]) -> None:
         """Run the loop. If the script has asked for the number of steps (``estimated_stepping_batches``, for a
         schedule), the loaders exist already, and the first pass has begun. It begins once more, with the same random
         states."""
         self._runs = True
-        if self._at_early_loaders is not None:
+        if self._states_at_early_loaders is not None:
             self._attach()
             loop = self.trainer.fit_loop
-            with self._at_early_loaders.set_for_a_while():
+            with self._states_at_early_loaders.set_for_a_while():
                 fetcher = sys.modules[type(loop).__module__]._select_data_fetcher(
                     self.trainer, self.trainer.state.stage
                 )
@@ -345,7 +346,7 @@ class Fit:
         sized = [has_length(one) for one in combined.flattened]
         if len(sized) > 1 and (combined._mode == "max_size" or not all(sized)):
             raise UnsupportedError(
-                "Several loaders of the training are taken if each has a length, and CombinedLoader's mode is "
+                "Several loaders of the training are supported only if each has a length, and CombinedLoader's mode is "
                 "'min_size' or 'max_size_cycle'. In other cases the place in them cannot be found again."
             )
         wrapped = []
@@ -395,7 +396,8 @@ class Fit:
 
     @property
     def batches_per_update(self) -> int:
-        """Number of batches for an update. (A restart sets it after ``on_train_start``, where Lightning checks it.)"""
+        """Number of batches for an update. (After a resume, ``trainer.accumulate_grad_batches`` gets the saved value
+        only at the first batch: ``GradientAccumulationScheduler`` refuses any but 1 in ``on_train_start``.)"""
         return int((self.pending_state or {}).get("accumulate_grad_batches", self.trainer.accumulate_grad_batches))
 
     @property

@@ -104,7 +104,8 @@ def _can_be_saved(key: str, metric: Any) -> bool:
 
 
 def _reduction(meta: Any) -> str:
-    """Return the name of torch's function. Lightning takes Python's own, too: max, min, sum."""
+    """Return "mean", "sum", "max" or "min". (The function may be one of torch, or Python's own. The "a" of names such
+    as ``amax`` is removed.)"""
     return str(meta.reduce_fx.__name__.removeprefix("a"))
 
 

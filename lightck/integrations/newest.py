@@ -1,4 +1,4 @@
-"""The newest checkpoint of a pool, for those who read only the small state of it."""
+"""The newest checkpoint of a pool, opened without reading its tensors, if that is possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def newest(path: str, step: int | None = None) -> lightck.Checkpoint:
     records."""
     try:
         return lightck.recover(path, step=step, lazy=True)
-    except (UnsupportedError, FormatError):
+    except (UnsupportedError, FormatError):  # gradient records: of a group's pools, of a single pool
         return lightck.recover(path, step=step)
 
 

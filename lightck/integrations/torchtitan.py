@@ -140,7 +140,7 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
     # -- the steps -----------------------------------------------------------------------------------------
 
     def _close_steps_of(self, trainer: Any) -> None:
-        """Close the step that was made each time the trainer asks whether another one follows."""
+        """Each time the trainer asks whether another step follows, close the step that it has made."""
         original = trainer.should_continue_training
 
         def should_continue_training() -> bool:
@@ -188,7 +188,7 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
 def _refuse_release(trainer: Any) -> None:
     """Raise ``UnsupportedError`` if this is a release of torchtitan that lightck does not know. Called while the
-    trainer is built: a manager whose methods have other names would never be asked."""
+    trainer is built, because a release in which these methods have other names would never call this file's."""
     version = getattr(torchtitan, "__version__", "of an unknown release")
     missing = [f"CheckpointManager has no {name}" for name in _USED_OF_MANAGER if not hasattr(CheckpointManager, name)]
     missing += [f"trainer has no {name}" for name in _USED_OF_TRAINER if not hasattr(trainer, name)]

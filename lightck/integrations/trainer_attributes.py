@@ -21,6 +21,6 @@ def attributes_of(trainer: transformers.Trainer) -> ChangedAttributes:
 
 @functools.cache
 def assigned_by_transformers() -> frozenset[str]:
-    """Return the names of all attributes that the Trainer's own code assigns. What matters of these is saved elsewhere,
-    or set anew by each ``train()``."""
+    """Return the names of all attributes that the code of ``transformers.Trainer`` assigns. What matters of these is
+    saved elsewhere, or set anew by each ``train()``."""
     return frozenset(assigned_in(transformers.Trainer))

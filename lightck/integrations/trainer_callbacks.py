@@ -45,7 +45,7 @@ class CallbackStates:
     def restore(self, states: str) -> None:
         """Set the attributes that were saved (``states`` as JSON). Callbacks of one class are identified by their
         order."""
-        self._name_new()
+        self._register_new()
         self._restored, self._resumed_at = states, self._trainer.state.global_step
         if left := self.restore_again():
             log.warning(
@@ -55,8 +55,8 @@ class CallbackStates:
             )
 
     def restore_again(self) -> list[str]:
-        """Restore them again, because hooks may have overwritten the restored values. Returns the names of callbacks
-        that this Trainer does not have."""
+        """Set the saved attributes again, because hooks may have overwritten the restored values. Returns the names of
+        callbacks that this Trainer does not have."""
         left, self._new = json.loads(self._restored), []
         for callback in self._exportable():
             saved = next((one for one in left if one[0] == type(callback).__name__), None)
@@ -80,13 +80,15 @@ class CallbackStates:
         self._least_counts = [one.early_stopping_patience_counter for one in self._early_stopping()]
 
     def update_ended(self) -> None:
-        """Called after each update, and so after each evaluation but the last one."""
+        """Called after each update, before the evaluation that may follow it. So it sees the counters after each
+        evaluation but the newest."""
         pairs = zip(self._early_stopping(), self._least_counts, strict=False)
         self._least_counts = [min(one.early_stopping_patience_counter, n) for one, n in pairs]
 
     def has_stopped_early(self) -> bool:
-        """Whether an ``EarlyStoppingCallback`` has ended this run, or the run before just before it was killed: whether
-        its counter has risen to its limit. (It may have begun there, in a run that goes on after an early end.)"""
+        """Whether an ``EarlyStoppingCallback`` has ended this run, or the run before. It has ended this run if its
+        counter is at its limit and has risen in this run. (A run that goes on after an early end may begin with a
+        counter at its limit, which alone means nothing.)"""
         if self.had_stopped_early:
             return True
         counts = zip(self._early_stopping(), self._least_counts, strict=False)
@@ -110,7 +112,7 @@ class CallbackStates:
                     name,
                 )
 
-    def _name_new(self) -> None:
+    def _register_new(self) -> None:
         """Give each callback that has a state a place in the Trainer's own state. A callback that the run before did
         not have has none there, and the Trainer needs it when it saves a checkpoint of its own."""
         known: Any = self._trainer.state.stateful_callbacks

@@ -193,14 +193,15 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         owner, trainer = self._owner, self._owner.trainer
-        own = json.loads(state["trainer_state"])  # ``owner.found`` is rank 0's, whose log has other times
-        if owner.found is None or own["global_step"] != json.loads(owner.found["trainer_state"])["global_step"]:
+        # The state of this rank. ``owner.found`` is that of rank 0, whose log has other times.
+        own_state = json.loads(state["trainer_state"])
+        if owner.found is None or own_state["global_step"] != json.loads(owner.found["trainer_state"])["global_step"]:
             raise SessionError(
                 f"The pool {owner.path!r} has changed since train() began. Another process may train into it. Nothing "
                 "was trained. Call train() again."
             )
-        trainer.state.log_history = own["log_history"]
-        self._encoded.load(own["global_step"], len(own["log_history"]), state["trainer_state"])
+        trainer.state.log_history = own_state["log_history"]
+        self._encoded.load(own_state["global_step"], len(own_state["log_history"]), state["trainer_state"])
         trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]
@@ -208,8 +209,8 @@ class Progress:
         if hasattr(trainer, "_initial_global_step"):
             trainer._initial_global_step = state["initial_global_step"]
         is_early = state.get("stopped_early", state["stopped"])
-        self._loaded = own["global_step"], state["stopped"], is_early
-        # Another request to stop ended the process that got it, and not the training.
+        self._loaded = own_state["global_step"], state["stopped"], is_early
+        # Only early stopping ends the training. Any other request to stop has ended only the process that got it.
         trainer.control.should_training_stop = is_early and not owner.is_longer
         owner.callbacks.had_stopped_early = trainer.control.should_training_stop
         owner.epoch_was_cut, owner.started_loaders = state["epoch_was_cut"], set(state["evaluated"])
