@@ -1,13 +1,13 @@
 """Fine-tune a small GPT with a frozen base and low-rank adapters, and see how few bytes a checkpoint then writes.
 
-    python examples/train_gpt.py --pool gpt.pool --epochs 1           # a base (left out: random weights)
+    python examples/train_gpt.py --pool gpt.pool --epochs 1           # a base (without --base: random weights)
     python examples/finetune_lora.py --base gpt.pool                  # kill it whenever you like ...
     python examples/finetune_lora.py --base gpt.pool                  # ... and run it again
 
 It needs torch, numpy and lightck.
 
-The base is read out of the other training's pool. What is frozen is written once into each slot and then left out of
-every later version, while a version still holds all of the model: ``lightck.recover("lora.pool")`` needs no base.
+The base is read out of the other training's pool. What is frozen is written once into each slot, and later checkpoints
+do not write it again. Each checkpoint still holds the whole model: ``lightck.recover("lora.pool")`` needs no base.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     pip install 'lightck[launchers]'
     python examples/launch_ray.py              # kill -9 one of the workers, or pass --crash-at 20
 
-The pools lie in a folder that the nodes of the workers see under the same path, or in one of each node.
+The pools lie in a folder that all nodes share under the same path, or in a local folder of each node.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m torchtitan.train --module titan_registry --config debug_with_pool
 
 Run it in a checkout of torchtitan, which has the tokenizer and the text, with this folder in PYTHONPATH. Kill it, and
-run it again. One line is lightck's.
+run it again. Two lines are lightck's: an import and the line marked with ``<-``.
 """
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel

@@ -81,7 +81,7 @@ def main(argv=None):
     loader = DataLoader(train_set, args.batch, shuffle=True)
 
     session = None
-    loader.epoch = loader.start = 0  # where training begins; the session's loader has both from the checkpoint
+    loader.epoch = 0  # where training begins; the session's loader has it from the checkpoint
     if args.pool != "none":
         import lightck
 
@@ -93,7 +93,7 @@ def main(argv=None):
     for epoch in range(loader.epoch, args.epochs):
         model.train()
         loss = None  # a pass that a kill ended right after its last step is resumed with no batch left
-        for _, (images, labels) in enumerate(loader, loader.start):
+        for images, labels in loader:
             loss = F.cross_entropy(model(shifted(images)), labels)
             optimizer.zero_grad()
             loss.backward()

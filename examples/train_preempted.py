@@ -1,5 +1,5 @@
-"""A training that a scheduler may end at any time: after a signal it ends behind its present step, and its exit status
-75 asks to be started again.
+"""A training that a scheduler may end at any time. After a signal it finishes its present step, and ends. Its exit
+status 75 asks to be started again.
 
     lightck run -- python examples/train_preempted.py --pool /dev/shm/run.pool --tier /shared/run
 

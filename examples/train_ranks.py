@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import lightck
+import lightck  # <-
 
 
 def train(pools: str, epochs: int = 4, crash_at: int = 0) -> None:
