@@ -49,12 +49,12 @@ def durability_of(folder: str) -> Durability:
     return durability.probe(folder)
 
 
-def disk_writes_in(folder: str, tier: int) -> str | None:
+def disk_writes_in(folder: str, kind: int) -> str | None:
     """Return how the large blocks of a pool in this folder would be written to a disk; None if the pool would not be on
-    a disk, or if this is unknown. ``tier``: ``Durability.tier`` of such a pool."""
+    a disk, or if this is unknown. ``kind``: ``Durability.tier`` of such a pool."""
     from lightck.pool import direct_writes
 
-    return direct_writes.method_in(folder, tier)
+    return direct_writes.method_in(folder, kind)
 
 
 def folder_refusal_of(folder: str) -> str | None:

@@ -41,7 +41,7 @@ from lightck.pool.format.structures import NextBatch
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
-from lightck.pool.storage.durability import TIER_DISK, Durability
+from lightck.pool.storage.durability import MEDIUM_DISK, Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.inventory import entry_of
@@ -217,7 +217,7 @@ class Pipeline:
         copy thread, if its bytes are copied, no other checkpoint is in flight, and a commit waits for no disk."""
         job = checkpoint.pending.job
         is_copied = is_copied or not job.parts
-        commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
+        commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.tier != MEDIUM_DISK
         try:
             if commits_now:
                 job.commit()

@@ -19,7 +19,7 @@ from lightck._native import lib, reason
 from lightck.errors import PoolError
 from lightck.pool.engine import THREADS_FOR_DIRECT_WRITES, Engine, Medium
 from lightck.pool.format.structures import KIB, PAGE
-from lightck.pool.storage.durability import TIER_DISK
+from lightck.pool.storage.durability import MEDIUM_DISK
 from lightck.pool.storage.extents import Extents
 from lightck.pool.storage.system import System
 
@@ -38,11 +38,11 @@ DIRECT = "direct"
 class DirectWrites:
     """The decision for one mapped pool."""
 
-    def __init__(self, medium: Medium, engine: Engine, fd: int, extents: Extents, tier: int) -> None:
+    def __init__(self, medium: Medium, engine: Engine, fd: int, extents: Extents, kind: int) -> None:
         """``engine``: makes all copies into the medium. ``fd``, ``extents``: the pool's file and where the pool lies in
-        it. ``tier``: ``TIER_...``."""
+        it. ``kind``: ``MEDIUM_...``."""
         self._medium = medium
-        self._is_on_disk = tier == TIER_DISK
+        self._is_on_disk = kind == MEDIUM_DISK
         self._why_not = _enable(medium, engine, fd, extents) if self._is_on_disk else None
         if self._is_on_disk:
             log.info("lightck: the pool's large blocks are written: %s", self.method)
@@ -96,19 +96,19 @@ def why_untrusted(path: str) -> str | None:
     return f"direct writes are used on {' and '.join(_FILE_SYSTEMS.values())}, and this is another file system"
 
 
-def copy_threads(path: str, backend: str, tier: int) -> int | None:
+def copy_threads(path: str, backend: str, kind: int) -> int | None:
     """Return the number of copy threads for a pool. None: the default number. A pool that is written through the page
     cache gets this number too, because more threads would make its steps a tenth longer. ``path``: of the pool, which
-    need not exist yet. ``backend``: the name of its backend. ``tier``: ``TIER_...`` of it."""
-    is_direct = backend == "file" and tier == TIER_DISK and why_untrusted(os.path.dirname(path)) is None
+    need not exist yet. ``backend``: the name of its backend. ``kind``: ``MEDIUM_...`` of it."""
+    is_direct = backend == "file" and kind == MEDIUM_DISK and why_untrusted(os.path.dirname(path)) is None
     return THREADS_FOR_DIRECT_WRITES if is_direct else None
 
 
-def method_in(folder: str, tier: int) -> str | None:
+def method_in(folder: str, kind: int) -> str | None:
     """Return ``DirectWrites.method`` of a pool in a plain file in this folder; None also if it is unknown. To find out,
     this makes an unnamed file for a moment, allocates its space and maps it. If one of these fails, the method is
-    unknown. ``tier``: ``TIER_...`` of such a pool."""
-    if tier != TIER_DISK:
+    unknown. ``kind``: ``MEDIUM_...`` of such a pool."""
+    if kind != MEDIUM_DISK:
         return None
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -117,8 +117,8 @@ def method_in(folder: str, tier: int) -> str | None:
     try:
         extents = ((0, 2 * PAGE),)
         os.posix_fallocate(fd, 0, 2 * PAGE)
-        with contextlib.closing(Engine(1)) as engine, contextlib.closing(Medium(fd, extents, tier)) as medium:
-            return DirectWrites(medium, engine, fd, extents, tier).method
+        with contextlib.closing(Engine(1)) as engine, contextlib.closing(Medium(fd, extents, kind)) as medium:
+            return DirectWrites(medium, engine, fd, extents, kind).method
     except (OSError, PoolError):
         return None
     finally:

@@ -66,11 +66,11 @@ class Medium:
     trace_from_start = False
     """Tests set this to record all stores of every medium that is mapped afterwards."""
 
-    def __init__(self, fd: int, extents: Extents, tier: int) -> None:
-        """Map these extents of the file. ``tier``: ``TIER_...`` of ``durability``. Raises ``PoolIOError``."""
+    def __init__(self, fd: int, extents: Extents, kind: int) -> None:
+        """Map these extents of the file. ``kind``: ``MEDIUM_...`` of ``durability``. Raises ``PoolIOError``."""
         out = ffi.new("lck_medium **")
         emulation.active_profile()  # raises ImportError if LIGHTCK_EMULATE is invalid
-        status = lib.lck_medium_open(fd, as_c_array(extents), len(extents), tier, out)
+        status = lib.lck_medium_open(fd, as_c_array(extents), len(extents), kind, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
         self.handle: CData | None = out[0]

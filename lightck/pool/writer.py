@@ -39,7 +39,7 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.reservation import Reservation
 from lightck.pool.slot_locks import SlotLocks
 from lightck.pool.slots import Slot, SlotChoice, SlotImage, Slots, crc_starts, slot_without_reader
-from lightck.pool.storage.durability import TIER_DISK, Durability
+from lightck.pool.storage.durability import MEDIUM_DISK, Durability
 from lightck.pool.storage.failures import io_error
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.system import processors_near
@@ -138,7 +138,7 @@ class PoolWriter:
         # record's generation is larger than the checkpoint's.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
-        if self.durability.tier != TIER_DISK:  # populating would read the whole pool from disk, and dirty all pages
+        if self.durability.tier != MEDIUM_DISK:  # populating would read the whole pool from disk, and dirty all pages
             self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:

@@ -38,7 +38,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import PoolReader, open_pool
-from lightck.pool.storage.durability import TIER_CACHE
+from lightck.pool.storage.durability import MEDIUM_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
 from lightck.ranks.agreed_end import EndAgreement
 from lightck.ranks.agreement import (
@@ -499,7 +499,7 @@ class GroupStart:
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
         neighbours: list[Neighbour] = []
-        must_sync = pipeline.durability.tier != TIER_CACHE
+        must_sync = pipeline.durability.tier != MEDIUM_CACHE
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
                 if rank != self.group.rank and self._directory_ids[rank] == self._directory_ids[self.group.rank]:

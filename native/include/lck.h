@@ -115,11 +115,11 @@ typedef struct lck_extent {
 typedef struct lck_medium lck_medium;
 
 enum {
-    LCK_TIER_CACHE = 0,  /* tmpfs and the like: stores survive the process; flush is a no-op, sync is sfence */
-    LCK_TIER_DISK = 1,   /* page cache over a disk: flush is a no-op, sync is sfence + fdatasync */
-    LCK_TIER_PM = 2,     /* persistent memory (ADR), mapped with MAP_SYNC: flush writes lines back, sync is sfence */
-    LCK_TIER_PM_EADR = 3, /* persistent memory (eADR), mapped with MAP_SYNC: flush is a no-op, sync is sfence */
-    LCK_TIER_PM_EMULATED = 4 /* for tests: flushes and syncs as LCK_TIER_PM, on any file, without MAP_SYNC */
+    LCK_MEDIUM_CACHE = 0,  /* tmpfs and the like: stores survive the process; flush is a no-op, sync is sfence */
+    LCK_MEDIUM_DISK = 1,   /* page cache over a disk: flush is a no-op, sync is sfence + fdatasync */
+    LCK_MEDIUM_PM = 2,     /* persistent memory (ADR), mapped with MAP_SYNC: flush writes lines back, sync is sfence */
+    LCK_MEDIUM_PM_EADR = 3, /* persistent memory (eADR), mapped with MAP_SYNC: flush is a no-op, sync is sfence */
+    LCK_MEDIUM_PM_EMULATED = 4 /* for tests: flushes and syncs as LCK_MEDIUM_PM, on any file, without MAP_SYNC */
 };
 
 /* Allocate huge pages for a range of a new file in which nothing is allocated yet. `off` is a multiple of 2 MiB.
@@ -136,10 +136,10 @@ int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
  * multiple of 2 MiB, so that huge pages fit. A character device (device-dax) must have one extent, whose offset and
  * length are multiples of the device's alignment; the kernel chooses the address.
  * LCK_EINVAL if an offset, or a length other than the last, is not a multiple of the page size. LCK_ESHORT if the file
- * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the tier needs MAP_SYNC and the kernel does not grant it, and
- * with ENOTSUP if the tier needs write-back of cache lines and the processor cannot do it.
- * On LCK_TIER_DISK the fd is duplicated (O_CLOEXEC) for fdatasync, so the caller can close its fd afterwards. */
-int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
+ * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the kind of medium needs MAP_SYNC and the kernel does not grant it, and
+ * with ENOTSUP if it needs write-back of cache lines and the processor cannot do it.
+ * On LCK_MEDIUM_DISK the fd is duplicated (O_CLOEXEC) for fdatasync, so the caller can close its fd afterwards. */
+int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t kind, lck_medium **out);
 /* Unmap the medium, and free it and its trace. No job may be running on the medium. */
 int32_t lck_medium_close(lck_medium *medium);
 /* Length in bytes; 0 if the medium is NULL or was opened before a fork. */
@@ -156,12 +156,12 @@ int32_t lck_m_store8(lck_medium *medium, uint64_t off, uint64_t value);
  * computed on the registers that are stored, and the source is read once. Partial cache lines at both ends are stored
  * through the caches and flushed. Only a fence on this thread orders the copy before later stores. */
 int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
-/* Write the cache lines of [off, off + nbytes) back. Executed on LCK_TIER_PM and LCK_TIER_PM_EMULATED only, and
- * recorded in the trace on every tier. */
+/* Write the cache lines of [off, off + nbytes) back. Executed on LCK_MEDIUM_PM and LCK_MEDIUM_PM_EMULATED only, and
+ * recorded in the trace on every kind of medium. */
 int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 /* Order this thread's earlier stores and flushes before its later ones (sfence). Other threads are not affected. */
 int32_t lck_m_fence(lck_medium *medium);
-/* Make durable all stores that this thread has flushed; on LCK_TIER_DISK, all stores of every thread. */
+/* Make durable all stores that this thread has flushed; on LCK_MEDIUM_DISK, all stores of every thread. */
 int32_t lck_m_sync(lck_medium *medium);
 /* Add a mark to the trace: LCK_MARK_... and a value. lck_job_submit marks BEGIN and a commit marks ACK, both with the
  * generation as the value. */
@@ -258,7 +258,7 @@ int32_t lck_engine_passive(lck_engine *engine, int32_t on);
 /* CPU time of all threads that the engine started, in nanoseconds. 0 in a forked child. */
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
-/* On LCK_TIER_DISK: from now on, write the whole pages of background copies past the page cache, if a block has at
+/* On LCK_MEDIUM_DISK: from now on, write the whole pages of background copies past the page cache, if a block has at
  * least nbytes_min bytes in whole pages (4096 or more). Copies with LCK_NOW, shorter blocks, parts of pages and
  * metadata are still stored through the mapping. A direct write survives what such a store survives, and needs the same
  * sync. `fd`: the medium's file, opened with O_DIRECT; it is duplicated. `engine`: all jobs on this medium are jobs of

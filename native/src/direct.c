@@ -281,7 +281,7 @@ int32_t lck_medium_direct(lck_medium *medium, lck_engine *engine, int32_t fd, ui
         status = medium_check(medium);
     if (status != LCK_OK)
         return status;
-    if (fd < 0 || nbytes_min < DIRECT_PAGE || medium->tier != LCK_TIER_DISK || medium->direct != NULL)
+    if (fd < 0 || nbytes_min < DIRECT_PAGE || medium->kind != LCK_MEDIUM_DISK || medium->direct != NULL)
         return LCK_EINVAL;
     struct direct *direct = calloc(1, sizeof *direct);
     if (direct == NULL)

@@ -223,10 +223,10 @@ struct lck_medium {
     unsigned char *base;
     uint64_t nbytes;
     uint64_t reserved; /* bytes of address space at base, in whole pages */
-    uint32_t tier;
+    uint32_t kind; /* LCK_MEDIUM_... */
     uint64_t file_off; /* offset in the file; LCK_SCATTERED if the medium has several extents */
     struct direct *direct; /* NULL: all bytes are stored through the mapping */
-    int fd;    /* for fdatasync; -1 where the tier needs none */
+    int fd;    /* for fdatasync; -1 if this kind of medium needs none */
     pid_t pid; /* the process in which the mapping exists */
     _Atomic bool lost; /* a store hit a missing page: every later copy and sync fails */
     struct trace trace;

@@ -37,20 +37,20 @@ static bool whole_pages(const lck_extent *extents, uint64_t count)
     return true;
 }
 
-static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
+static bool writes_back(uint32_t kind) { return kind == LCK_MEDIUM_PM || kind == LCK_MEDIUM_PM_EMULATED; }
 
 /* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Without
  * MAP_SYNC, medium_sync would not make stores durable. With MAP_SHARED_VALIDATE, mmap fails if the kernel does not
  * grant MAP_SYNC. */
-static int map_flags(uint32_t tier)
+static int map_flags(uint32_t kind)
 {
-    bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;
+    bool synced = kind == LCK_MEDIUM_PM || kind == LCK_MEDIUM_PM_EADR;
     return synced ? MAP_SHARED_VALIDATE | MAP_SYNC : MAP_SHARED;
 }
 
-static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t tier)
+static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t kind)
 {
-    return mmap(address, extent->nbytes, PROT_READ | PROT_WRITE, MAP_FIXED | map_flags(tier), fd, (off_t)extent->off);
+    return mmap(address, extent->nbytes, PROT_READ | PROT_WRITE, MAP_FIXED | map_flags(kind), fd, (off_t)extent->off);
 }
 
 /* Keep the mapping out of forked children, which could otherwise write into the pool of their parent. */
@@ -68,7 +68,7 @@ static int32_t map_device(lck_medium *medium, int fd, const lck_extent *extents,
 {
     if (count != 1)
         return LCK_EINVAL;
-    void *base = mmap(NULL, extents->nbytes, PROT_READ | PROT_WRITE, map_flags(medium->tier), fd, (off_t)extents->off);
+    void *base = mmap(NULL, extents->nbytes, PROT_READ | PROT_WRITE, map_flags(medium->kind), fd, (off_t)extents->off);
     if (base == MAP_FAILED)
         return status_sys(errno);
     medium->base = base;
@@ -89,7 +89,7 @@ static int32_t map_extents(lck_medium *medium, int fd, const lck_extent *extents
     medium->base = base; /* from here on release() unmaps the whole reservation, also after an error below */
     medium->reserved = nbytes;
     for (uint64_t i = 0; i < count; at += extents[i].nbytes, i++) {
-        if (map_at(base + at, fd, &extents[i], medium->tier) == MAP_FAILED)
+        if (map_at(base + at, fd, &extents[i], medium->kind) == MAP_FAILED)
             return status_sys(errno);
         int32_t status = keep_from_children(base + at, extents[i].nbytes);
         if (status != LCK_OK)
@@ -100,7 +100,7 @@ static int32_t map_extents(lck_medium *medium, int fd, const lck_extent *extents
 
 static int32_t duplicate_fd(lck_medium *medium, int fd)
 {
-    if (medium->tier != LCK_TIER_DISK)
+    if (medium->kind != LCK_MEDIUM_DISK)
         return LCK_OK;
     medium->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     return medium->fd >= 0 ? LCK_OK : status_sys(errno);
@@ -117,14 +117,14 @@ static void release(lck_medium *medium)
     free(medium);
 }
 
-int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out)
+int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t kind, lck_medium **out)
 {
     uint64_t nbytes;
-    if (fd < 0 || tier > LCK_TIER_PM_EMULATED || out == NULL || extents_total(extents, count, &nbytes) != LCK_OK)
+    if (fd < 0 || kind > LCK_MEDIUM_PM_EMULATED || out == NULL || extents_total(extents, count, &nbytes) != LCK_OK)
         return LCK_EINVAL;
     if (!whole_pages(extents, count))
         return LCK_EINVAL;
-    if (writes_back(tier) && !cpu_can_write_back())
+    if (writes_back(kind) && !cpu_can_write_back())
         return status_sys(ENOTSUP);
     if (file_too_short(fd, extents, count))
         return LCK_ESHORT;
@@ -132,7 +132,7 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
     if (medium == NULL)
         return LCK_ENOMEM;
     medium->nbytes = nbytes;
-    medium->tier = tier;
+    medium->kind = kind;
     medium->file_off = count == 1 ? extents->off : LCK_SCATTERED;
     medium->fd = -1;
     medium->pid = getpid();
@@ -252,7 +252,7 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
     if (nbytes == 0)
         return;
-    if (writes_back(medium->tier))
+    if (writes_back(medium->kind))
         write_back(medium, off, nbytes);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
@@ -404,7 +404,7 @@ int32_t medium_sync(lck_medium *medium)
         return status_sys(error);
     if (direct_is_short(medium)) /* a direct write after the end made the file longer again, with holes */
         lose(medium);
-    if (medium->tier == LCK_TIER_DISK && fdatasync(medium->fd) != 0)
+    if (medium->kind == LCK_MEDIUM_DISK && fdatasync(medium->fd) != 0)
         return status_sys(errno);
     if (is_lost(medium))
         return status_sys(EIO);

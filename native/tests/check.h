@@ -55,13 +55,13 @@ static inline int open_memory(uint64_t nbytes)
     return fd;
 }
 
-static inline lck_medium *open_medium(int fd, uint64_t nbytes, uint32_t tier)
+static inline lck_medium *open_medium(int fd, uint64_t nbytes, uint32_t kind)
 {
     lck_medium *medium = NULL;
     const lck_extent whole = {0, nbytes};
-    int32_t status = lck_medium_open(fd, &whole, 1, tier, &medium);
-    if (tier == LCK_TIER_PM_EMULATED && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* no write-back */
-        status = lck_medium_open(fd, &whole, 1, LCK_TIER_CACHE, &medium);
+    int32_t status = lck_medium_open(fd, &whole, 1, kind, &medium);
+    if (kind == LCK_MEDIUM_PM_EMULATED && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* no write-back */
+        status = lck_medium_open(fd, &whole, 1, LCK_MEDIUM_CACHE, &medium);
     CHECK_EQ(status, LCK_OK);
     return medium;
 }

@@ -49,9 +49,9 @@ int main(void)
     got = malloc(SIZE);
     CHECK(source != NULL && got != NULL);
     fill_random(source, SIZE, 3);
-    for (uint32_t tier = LCK_TIER_CACHE; tier <= LCK_TIER_PM_EMULATED; tier += LCK_TIER_PM_EMULATED) {
+    for (uint32_t kind = LCK_MEDIUM_CACHE; kind <= LCK_MEDIUM_PM_EMULATED; kind += LCK_MEDIUM_PM_EMULATED) {
         fd = open_memory(SIZE);
-        medium = open_medium(fd, SIZE, tier);
+        medium = open_medium(fd, SIZE, kind);
         for (size_t i = 0; i < sizeof names / sizeof *names; i++)
             if (lck_isa_set(names[i]) == LCK_OK)
                 check_isa(names[i]);

@@ -130,7 +130,7 @@ static void setup(struct pool *pool, uint32_t threads)
     CHECK_EQ(posix_memalign((void **)&pool->got, 4096, SIZE), 0);
     CHECK(pool->source != NULL && pool->expected != NULL);
     lay_out(pool);
-    pool->medium = open_medium(pool->fd, SIZE, LCK_TIER_DISK);
+    pool->medium = open_medium(pool->fd, SIZE, LCK_MEDIUM_DISK);
     CHECK_EQ(lck_engine_open(threads, &pool->engine), LCK_OK);
     CHECK_EQ(lck_medium_direct(pool->medium, pool->engine, pool->direct_fd, NBYTES_MIN), LCK_OK);
 }
@@ -195,10 +195,10 @@ static void check_refusals(void)
     int fd = temporary(SIZE), direct_fd = open_again(fd);
     lck_engine *engine = NULL;
     CHECK_EQ(lck_engine_open(1, &engine), LCK_OK);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     CHECK_EQ(lck_medium_direct(medium, engine, direct_fd, NBYTES_MIN), LCK_EINVAL); /* not a disk */
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
-    medium = open_medium(fd, SIZE, LCK_TIER_DISK);
+    medium = open_medium(fd, SIZE, LCK_MEDIUM_DISK);
     CHECK_EQ(lck_medium_direct(NULL, engine, direct_fd, NBYTES_MIN), LCK_EINVAL);
     CHECK_EQ(lck_medium_direct(medium, NULL, direct_fd, NBYTES_MIN), LCK_EINVAL);
     CHECK_EQ(lck_medium_direct(medium, engine, -1, NBYTES_MIN), LCK_EINVAL);
@@ -212,7 +212,7 @@ static void check_refusals(void)
     CHECK_EQ(lck_medium_direct(medium, engine, direct_fd, NBYTES_MIN), LCK_EINVAL); /* twice */
     CHECK_EQ(lck_medium_direct_error(medium), 0);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
-    CHECK_EQ(lck_medium_open(fd, parts, 2, LCK_TIER_DISK, &medium), LCK_OK);
+    CHECK_EQ(lck_medium_open(fd, parts, 2, LCK_MEDIUM_DISK, &medium), LCK_OK);
     CHECK_EQ(lck_medium_direct(medium, engine, direct_fd, NBYTES_MIN), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), EOPNOTSUPP);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);

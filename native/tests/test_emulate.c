@@ -83,7 +83,7 @@ static void test_copies_fences_and_reads_take_their_time(void)
     int fd = open_memory(SIZE);
     CHECK(source != NULL);
     CHECK_EQ(lck_emulate(GB / 10, GB / 5, 300000, 256), LCK_OK); /* 4 MiB: a write takes 42 ms, a read 21 ms */
-    lck_medium *slow = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *slow = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     CHECK(time_of_copy(slow, source, SIZE) >= 40000000);
     uint64_t begin = clock_ns();
     CHECK_EQ(lck_m_fence(slow), LCK_OK);
@@ -100,7 +100,7 @@ static void test_copies_fences_and_reads_take_their_time(void)
 
     /* A medium that was opened during the emulation stays slow after the emulation has ended. */
     CHECK_EQ(lck_emulate(0, 0, 0, 0), LCK_OK);
-    lck_medium *plain = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *plain = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     CHECK(time_of_copy(slow, source, SIZE) >= 40000000);
     uint64_t best = UINT64_MAX;
     for (int i = 0; i < 20 && best >= 40000000; i++) {

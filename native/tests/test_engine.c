@@ -49,7 +49,7 @@ static lck_engine *engine;
 static void setup(uint32_t threads)
 {
     fd = open_memory(SIZE);
-    medium = open_medium(fd, SIZE, LCK_TIER_PM_EMULATED);
+    medium = open_medium(fd, SIZE, LCK_MEDIUM_PM_EMULATED);
     CHECK_EQ(lck_engine_open(threads, &engine), LCK_OK);
     CHECK_EQ(lck_trace_start(medium), LCK_OK);
 }
@@ -1018,7 +1018,7 @@ static int line_after_kill(const char *site, uint64_t nth)
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        medium = open_medium(file, SIZE, LCK_TIER_CACHE);
+        medium = open_medium(file, SIZE, LCK_MEDIUM_CACHE);
         CHECK_EQ(lck_engine_open(2, &engine), LCK_OK);
         struct checkpoint *v = checkpoint_new(1, 0);
         CHECK_EQ(lck_kill(site, nth), LCK_OK);

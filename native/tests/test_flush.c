@@ -65,7 +65,7 @@ static struct counts trace(pid_t child)
 }
 
 /* Count the instructions of a store to LINES cache lines (two of them in part), of its flush, and of a sync. */
-static struct counts flush_and_sync(uint32_t tier, int fd, const char *instruction)
+static struct counts flush_and_sync(uint32_t kind, int fd, const char *instruction)
 {
     static unsigned char data[LINES * 64 - 64];
     pid_t child = fork();
@@ -73,7 +73,7 @@ static struct counts flush_and_sync(uint32_t tier, int fd, const char *instructi
     if (child == 0) {
         CHECK_EQ(lck_write_back_set(instruction), LCK_OK);
         CHECK(strcmp(instruction, "auto") == 0 || strcmp(lck_write_back_name(), instruction) == 0);
-        lck_medium *medium = open_medium(fd, SIZE, tier);
+        lck_medium *medium = open_medium(fd, SIZE, kind);
         CHECK_EQ(ptrace(PTRACE_TRACEME, 0, NULL, NULL), 0);
         raise(SIGSTOP);
         int32_t status = lck_m_store(medium, 32, data, sizeof data);
@@ -95,11 +95,11 @@ static void expect(struct counts found, int clwb, int clflushopt, int clflush)
     CHECK(found.sfence >= 1);
 }
 
-static void check_tiers(const char *folder)
+static void check_kinds(const char *folder)
 {
     int fd = open_memory(SIZE);
-    expect(flush_and_sync(LCK_TIER_CACHE, fd, "auto"), 0, 0, 0);
-    expect(flush_and_sync(LCK_TIER_DISK, fd, "auto"), 0, 0, 0);
+    expect(flush_and_sync(LCK_MEDIUM_CACHE, fd, "auto"), 0, 0, 0);
+    expect(flush_and_sync(LCK_MEDIUM_DISK, fd, "auto"), 0, 0, 0);
     const char *best = lck_write_back_name();
     for (int i = 0; i < 3; i++) {
         const char *name = (const char *[]){"clwb", "clflushopt", "clflush"}[i];
@@ -107,7 +107,7 @@ static void check_tiers(const char *folder)
             printf("this processor has no %s\n", name);
             continue;
         }
-        expect(flush_and_sync(LCK_TIER_PM_EMULATED, fd, name), i == 0 ? LINES : 0, i == 1 ? LINES : 0,
+        expect(flush_and_sync(LCK_MEDIUM_PM_EMULATED, fd, name), i == 0 ? LINES : 0, i == 1 ? LINES : 0,
                i == 2 ? LINES : 0);
     }
     close(fd);
@@ -116,17 +116,17 @@ static void check_tiers(const char *folder)
     fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     CHECK(fd >= 0);
     CHECK_EQ(posix_fallocate(fd, 0, SIZE), 0);
-    struct counts found = flush_and_sync(LCK_TIER_PM, fd, "auto");
+    struct counts found = flush_and_sync(LCK_MEDIUM_PM, fd, "auto");
     CHECK_EQ(found.clwb + found.clflushopt + found.clflush, LINES);
     CHECK_EQ(strcmp(best, "clwb") == 0, found.clwb == LINES);
-    expect(flush_and_sync(LCK_TIER_PM_EADR, fd, "auto"), 0, 0, 0);
+    expect(flush_and_sync(LCK_MEDIUM_PM_EADR, fd, "auto"), 0, 0, 0);
     close(fd);
     printf("persistent memory in %s: %s\n", folder, best);
 }
 
 #else
 
-static void check_tiers(const char *folder)
+static void check_kinds(const char *folder)
 {
     (void)folder;
     CHECK(strcmp(lck_write_back_name(), "none") == 0);
@@ -141,13 +141,13 @@ static void check_names(void)
     CHECK_EQ(lck_write_back_set("auto"), LCK_OK);
 }
 
-/* On a file without MAP_SYNC the tiers of persistent memory are refused. */
+/* On a file without MAP_SYNC the kinds with persistent memory are refused. */
 static void check_refusal(void)
 {
     int fd = open_memory(SIZE);
     lck_medium *medium = NULL;
-    for (uint32_t tier = LCK_TIER_PM; tier <= LCK_TIER_PM_EADR; tier++) {
-        CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, SIZE}, 1, tier, &medium), LCK_ESYS);
+    for (uint32_t kind = LCK_MEDIUM_PM; kind <= LCK_MEDIUM_PM_EADR; kind++) {
+        CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, SIZE}, 1, kind, &medium), LCK_ESYS);
         CHECK(lck_last_errno() == EOPNOTSUPP || lck_last_errno() == ENOTSUP);
         CHECK(medium == NULL);
     }
@@ -158,6 +158,6 @@ int main(int argc, char **argv)
 {
     check_names();
     check_refusal();
-    check_tiers(argc > 1 ? argv[1] : NULL); /* a folder on a file system with DAX, if the machine has one */
+    check_kinds(argc > 1 ? argv[1] : NULL); /* a folder on a file system with DAX, if the machine has one */
     return 0;
 }

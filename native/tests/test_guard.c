@@ -15,17 +15,17 @@ enum { TSAN = 0 };
 
 enum { SIZE = 1 << 20, PAGE = 4096 };
 
-static lck_medium *open_then_truncate(int *fd, uint32_t tier, off_t left)
+static lck_medium *open_then_truncate(int *fd, uint32_t kind, off_t left)
 {
     *fd = open_memory(SIZE);
-    lck_medium *medium = open_medium(*fd, SIZE, tier);
+    lck_medium *medium = open_medium(*fd, SIZE, kind);
     CHECK_EQ(lck_m_sync(medium), LCK_OK);
     CHECK_EQ(ftruncate(*fd, left), 0);
     return medium;
 }
 
 /* After each kind of store to a missing page, the next sync fails, and so does every later sync and copy. */
-static void check_each_store(uint32_t tier)
+static void check_each_store(uint32_t kind)
 {
     static unsigned char data[3 * PAGE];
     uint32_t crc;
@@ -33,7 +33,7 @@ static void check_each_store(uint32_t tier)
         if (TSAN && (which == 1 || which == 4)) /* TSan's atomic store faults while TSan holds a lock */
             continue;
         int fd;
-        lck_medium *medium = open_then_truncate(&fd, tier, 8 * PAGE);
+        lck_medium *medium = open_then_truncate(&fd, kind, 8 * PAGE);
         CHECK_EQ(lck_m_store(medium, 0, data, 100), LCK_OK);
         CHECK_EQ(lck_m_sync(medium), LCK_OK);
         int32_t status = LCK_OK;
@@ -59,7 +59,7 @@ static void check_job(void)
 {
     static unsigned char data[SIZE / 2], image[4096];
     int fd;
-    lck_medium *medium = open_then_truncate(&fd, LCK_TIER_CACHE, 16 * PAGE);
+    lck_medium *medium = open_then_truncate(&fd, LCK_MEDIUM_CACHE, 16 * PAGE);
     lck_engine *engine = NULL;
     CHECK_EQ(lck_engine_open(2, &engine), LCK_OK);
     CHECK_EQ(lck_engine_populate(engine, medium), LCK_OK);
@@ -106,19 +106,19 @@ static volatile unsigned char *gone_page(void)
 
 static void other_fault(void)
 {
-    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_TIER_CACHE));
+    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_MEDIUM_CACHE));
     *gone_page() = 1;
 }
 
 static void other_source(void)
 {
-    lck_m_copy(open_medium(open_memory(SIZE), SIZE, LCK_TIER_CACHE), 0, (const void *)(uintptr_t)gone_page(), PAGE,
+    lck_m_copy(open_medium(open_memory(SIZE), SIZE, LCK_MEDIUM_CACHE), 0, (const void *)(uintptr_t)gone_page(), PAGE,
                NULL);
 }
 
 static void sent(void)
 {
-    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_TIER_CACHE));
+    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_MEDIUM_CACHE));
     raise(SIGBUS);
 }
 
@@ -133,7 +133,7 @@ static void their_handler(int number)
 static void handled_by_them(void)
 {
     signal(SIGBUS, their_handler);
-    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_TIER_CACHE));
+    lck_medium_close(open_medium(open_memory(SIZE), SIZE, LCK_MEDIUM_CACHE));
     if (sigsetjmp(theirs, 1) != 0)
         _exit(7);
     *gone_page() = 1;
@@ -146,9 +146,9 @@ int main(void)
     CHECK_EQ(WTERMSIG(status_of(other_source)), SIGBUS);
     CHECK_EQ(WTERMSIG(status_of(sent)), SIGBUS);
     CHECK_EQ(WEXITSTATUS(status_of(handled_by_them)), 7);
-    check_each_store(LCK_TIER_CACHE);
-    check_each_store(LCK_TIER_DISK);
-    check_each_store(LCK_TIER_PM_EMULATED);
+    check_each_store(LCK_MEDIUM_CACHE);
+    check_each_store(LCK_MEDIUM_DISK);
+    check_each_store(LCK_MEDIUM_PM_EMULATED);
     check_job();
     return 0;
 }

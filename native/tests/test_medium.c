@@ -1,4 +1,4 @@
-/* The choke point: ranges, tiers, traces, faults and kills; a forked child cannot use the medium. */
+/* The choke point: ranges, kinds of media, traces, faults and kills; a forked child cannot use the medium. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -15,20 +15,20 @@ static void check_ranges(void)
     const lck_extent whole = {0, SIZE}, longer = {0, SIZE + 1}, nothing = {0, 0}, odd = {100, 4096};
     const lck_extent behind = {SIZE, 4096}, endless[] = {{0, INT64_MAX}, {4096, INT64_MAX - 4096}};
     const lck_extent torn[] = {{0, 100}, {4096, 4096}};
-    CHECK_EQ(lck_medium_open(fd, &longer, 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
-    CHECK_EQ(lck_medium_open(fd, &behind, 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
-    CHECK_EQ(lck_medium_open(fd, &nothing, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, &odd, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, torn, 2, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, endless, 2, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, &whole, 0, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, NULL, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &longer, 1, LCK_MEDIUM_CACHE, &none), LCK_ESHORT);
+    CHECK_EQ(lck_medium_open(fd, &behind, 1, LCK_MEDIUM_CACHE, &none), LCK_ESHORT);
+    CHECK_EQ(lck_medium_open(fd, &nothing, 1, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &odd, 1, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, torn, 2, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, endless, 2, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &whole, 0, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, NULL, 1, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
     CHECK_EQ(lck_medium_open(fd, &whole, 1, 5, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(-1, &whole, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(9999, &whole, 1, LCK_TIER_CACHE, &none), LCK_ESYS);
+    CHECK_EQ(lck_medium_open(-1, &whole, 1, LCK_MEDIUM_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(9999, &whole, 1, LCK_MEDIUM_CACHE, &none), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), EBADF);
     CHECK(none == NULL);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     CHECK_EQ(lck_medium_size(medium), SIZE);
     CHECK(lck_medium_address(medium) != 0);
     CHECK_EQ(lck_medium_address(NULL), 0);
@@ -54,7 +54,7 @@ static void check_extents(void)
     static unsigned char data[17288], file[SIZE], expected[SIZE];
     int fd = open_memory(SIZE);
     lck_medium *medium = NULL;
-    CHECK_EQ(lck_medium_open(fd, parts, 3, LCK_TIER_CACHE, &medium), LCK_OK);
+    CHECK_EQ(lck_medium_open(fd, parts, 3, LCK_MEDIUM_CACHE, &medium), LCK_OK);
     CHECK_EQ(lck_medium_size(medium), sizeof data);
     fill_random(data, sizeof data, 3);
     CHECK_EQ(lck_m_copy(medium, 0, data, sizeof data, NULL), LCK_OK);
@@ -76,7 +76,7 @@ static void check_disk(void)
     FILE *file = tmpfile();
     CHECK(file != NULL);
     CHECK_EQ(ftruncate(fileno(file), SIZE), 0);
-    lck_medium *medium = open_medium(fileno(file), SIZE, LCK_TIER_DISK);
+    lck_medium *medium = open_medium(fileno(file), SIZE, LCK_MEDIUM_DISK);
     CHECK_EQ(lck_m_copy(medium, 4096, "0123456789", 10, NULL), LCK_OK);
     CHECK_EQ(lck_m_sync(medium), LCK_OK);
     char got[10];
@@ -125,7 +125,7 @@ static void check_alignment(void)
     for (uint64_t nbytes = huge - 4096; nbytes <= 4 * huge + 4096; nbytes += huge - 4096) {
         int fd = open_memory(nbytes);
         uint64_t before = reserved();
-        lck_medium *medium = open_medium(fd, nbytes, LCK_TIER_CACHE);
+        lck_medium *medium = open_medium(fd, nbytes, LCK_MEDIUM_CACHE);
         uint64_t start = address_of("lck-test", nbytes);
         CHECK(start != 0);
         CHECK(nbytes < huge || start % huge == 0);
@@ -138,7 +138,7 @@ static void check_alignment(void)
     int fd = open_memory(4 * huge); /* a mapping that fails leaves no reservation behind */
     uint64_t before = reserved();
     lck_medium *medium = NULL;
-    CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, 4 * huge}, 1, LCK_TIER_PM_EADR, &medium), LCK_ESYS);
+    CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, 4 * huge}, 1, LCK_MEDIUM_PM_EADR, &medium), LCK_ESYS);
     CHECK(reserved() <= before);
     close(fd);
 }
@@ -230,7 +230,7 @@ static void check_trace(void)
     fill_random(source, sizeof source, 5);
     fill_random(line, sizeof line, 6);
     int fd = open_memory(SIZE);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_PM_EMULATED);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_PM_EMULATED);
     CHECK_EQ(lck_isa_set("sse2") == LCK_OK || lck_isa_set("portable") == LCK_OK, 1);
     int streams = strcmp(lck_isa_name(), "portable") != 0;
     CHECK_EQ(lck_m_store(medium, 0, "before", 6), LCK_OK); /* not recorded */
@@ -278,7 +278,7 @@ static void check_trace(void)
 static void check_faults(void)
 {
     int fd = open_memory(SIZE);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     CHECK_EQ(lck_fault(LCK_OP_COPY, 2, EIO), LCK_OK);
     CHECK_EQ(lck_m_copy(medium, 0, "a", 1, NULL), LCK_OK);
     CHECK_EQ(lck_m_copy(medium, 0, "b", 1, NULL), LCK_ESYS);
@@ -312,7 +312,7 @@ static void line_killed_at(const char *site, unsigned char *got)
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+        lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
         CHECK_EQ(lck_kill(site, 2), LCK_OK);
         CHECK_EQ(lck_m_commit_record(medium, 0, line), LCK_OK);
         lck_m_commit_record(medium, 4096, line);
@@ -341,7 +341,7 @@ static void check_kills(void)
 static void check_fork(void)
 {
     int fd = open_memory(SIZE);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -359,7 +359,7 @@ static void check_fork(void)
         CHECK_EQ(lck_medium_size(medium), 0);
         CHECK_EQ(lck_medium_address(medium), 0);
         CHECK_EQ(lck_medium_close(medium), LCK_EFORK);
-        lck_medium *own = open_medium(fd, SIZE, LCK_TIER_CACHE);
+        lck_medium *own = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
         CHECK_EQ(lck_m_store(own, 5, "y", 1), LCK_OK);
         CHECK_EQ(lck_medium_close(own), LCK_OK);
         _exit(0);

@@ -20,7 +20,7 @@ static uint64_t generation;
 static void setup(uint32_t threads)
 {
     fd = open_memory(SIZE);
-    medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    medium = open_medium(fd, SIZE, LCK_MEDIUM_CACHE);
     source = malloc(nbytes_of[1]);
     CHECK(source != NULL);
     fill_random(source, nbytes_of[1], 1);

@@ -11,7 +11,7 @@ import os
 from lightck.errors import NoSpaceError, NotAPoolError, PoolNotFoundError, PoolPathError
 from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.storage import extents
-from lightck.pool.storage.durability import TIER_CACHE, Durability
+from lightck.pool.storage.durability import MEDIUM_CACHE, Durability
 from lightck.pool.storage.extents import Extents
 
 
@@ -71,7 +71,7 @@ class MemoryBackend:
         return fd is not None and any(os.pread(fd, len(MAGIC), at) == MAGIC for at in SUPERBLOCK_OFFSETS)
 
     def probe(self, path: str) -> Durability:
-        return Durability(False, False, False, False, "memory", ("it ends with this object",), TIER_CACHE)
+        return Durability(False, False, False, False, "memory", ("it ends with this object",), MEDIUM_CACHE)
 
     def remove_stale(self, path: str) -> None:
         """Nothing is ever left behind: what was not published has no name."""

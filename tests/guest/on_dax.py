@@ -20,7 +20,7 @@ from toys import adam, net, train
 import lightck
 from lightck.pool.engine import Engine, Medium
 from lightck.pool.storage import durability, pmemobj
-from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, probe
+from lightck.pool.storage.durability import MEDIUM_CACHE, MEDIUM_DISK, MEDIUM_PM, MEDIUM_PM_EADR, probe
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.pmdk import PmdkBackend
 
@@ -28,7 +28,7 @@ MEMMAP = os.environ.get("LIGHTCK_GUEST_MEMMAP", "")
 VIRTIO = os.environ.get("LIGHTCK_GUEST_VIRTIO", "")
 FLUSH = os.environ.get("LIGHTCK_GUEST_FLUSH", "")
 DOMAIN = os.environ["LIGHTCK_GUEST_DOMAIN"]
-TIER = TIER_PM_EADR if DOMAIN == "cpu_cache" else TIER_PM
+MEDIUM = MEDIUM_PM_EADR if DOMAIN == "cpu_cache" else MEDIUM_PM
 HUGE, PAGE = 2 << 20, 4096
 NBYTES = 16 * HUGE
 BACKENDS = [("file", 1), *([("pmdk", 2)] if pmemobj.is_available() else [])]
@@ -82,11 +82,11 @@ def test_a_session_says_what_it_stands_on(pool):
     with lightck.attach(model, pool, optimizer=adam(model), require="power") as session:
         found = session.durability
     assert (found.process, found.os, found.power, found.media) == (True, True, True, False)
-    assert (found.tier, found.medium) == (TIER, "persistent memory (ext2/3/4, DAX)")
+    assert (found.tier, found.medium) == (MEDIUM, "persistent memory (ext2/3/4, DAX)")
     assert any("MAP_SYNC" in line for line in found.evidence)
     assert any("ACPI.NFIT" in line and DOMAIN in line for line in found.evidence)
     name = durability.System().write_back()
-    assert any(f"written back with {name}" in line for line in found.evidence) == (TIER == TIER_PM)
+    assert any(f"written back with {name}" in line for line in found.evidence) == (MEDIUM == MEDIUM_PM)
 
 
 @pytest.mark.skipif(not pmemobj.is_available(), reason="libpmemobj is not installed")
@@ -135,7 +135,7 @@ def test_first_stores_into_a_new_pool_wait_for_no_journal(made, folder):
     fd = os.open(folder / "allocated", os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, NBYTES)
     os.fsync(fd)
-    medium = Medium(fd, ((0, NBYTES),), TIER)
+    medium = Medium(fd, ((0, NBYTES),), MEDIUM)
     before = journal_commits(folder)
     store_to_each_page(medium)
     assert journal_commits(folder) - before >= NBYTES // HUGE
@@ -174,7 +174,7 @@ def test_the_write_back_instruction_is_executed(folder):
 def test_memory_that_pretends_grants_map_sync_and_is_not_believed():
     assert durability.System().dax(MEMMAP, None).map_sync
     found = probe(MEMMAP)
-    assert (found.process, found.os, found.power, found.tier) == (True, False, False, TIER_CACHE)
+    assert (found.process, found.os, found.power, found.tier) == (True, False, False, MEDIUM_CACHE)
     assert any("e820" in line and "is declared persistent" in line for line in found.evidence)
 
 
@@ -183,7 +183,7 @@ def test_dax_without_map_sync_is_used_like_a_disk():
     dax = durability.System().dax(VIRTIO, None)
     assert (dax.is_dax, dax.map_sync) == (True, False)
     found = probe(VIRTIO)
-    assert (found.os, found.power, found.tier) == (True, True, TIER_DISK)
+    assert (found.os, found.power, found.tier) == (True, True, MEDIUM_DISK)
     assert any("virtio-pmem" in line for line in found.evidence)
     model = net()
     optimizer = adam(model)

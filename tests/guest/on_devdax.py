@@ -31,7 +31,7 @@ from lightck.pool.storage import durability, extents
 from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.backends import BACKENDS, DEVDAX, backend_for
 from lightck.pool.storage.devdax_head import HEAD_NBYTES
-from lightck.pool.storage.durability import TIER_PM
+from lightck.pool.storage.durability import MEDIUM_PM
 from lightck.pool.storage.lock import PoolLock, holder_of
 
 DEVICE = os.environ["LIGHTCK_GUEST_DEVICE"]
@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 def store(offset: int, data: bytes) -> None:
     """Write to the device behind the back of everything."""
     fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    medium = Medium(fd, ((0, HEAD_NBYTES),), TIER_PM)
+    medium = Medium(fd, ((0, HEAD_NBYTES),), MEDIUM_PM)
     medium.store(offset, data)
     medium.sync()
     medium.close()
@@ -51,7 +51,7 @@ def store(offset: int, data: bytes) -> None:
 
 def poke(container: Container, offset: int, data: bytes) -> None:
     """As the conformance suite's own, which writes to a descriptor."""
-    medium = Medium(container.fd, container.extents, TIER_PM)
+    medium = Medium(container.fd, container.extents, MEDIUM_PM)
     medium.store(offset, data)
     medium.sync()
     medium.close()
@@ -96,7 +96,7 @@ def test_a_session_says_what_it_stands_on():
         found = session.durability
         (mapping,) = (m for m in mappings(DEVICE) if " rw-s " in m[1].partition("\n")[0])
     assert (found.process, found.os, found.power, found.media) == (True, True, True, False)
-    assert (found.tier, found.medium) == (TIER_PM, "persistent memory (device-dax)")
+    assert (found.tier, found.medium) == (MEDIUM_PM, "persistent memory (device-dax)")
     assert any("ACPI.NFIT" in line and "memory_controller" in line for line in found.evidence)
     assert any(f"written back with {durability.System().write_back()}" in line for line in found.evidence)
     address, entry = mapping

@@ -34,7 +34,7 @@ from lightck.pool.direct_writes import DIRECT
 from lightck.pool.engine import ENDED, THREADS_DEFAULT, THREADS_FOR_DIRECT_WRITES
 from lightck.pool.format.structures import KIB, MIB, PAGE, CommitRecord
 from lightck.pool.reader import open_pool
-from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, probe
+from lightck.pool.storage.durability import MEDIUM_CACHE, MEDIUM_DISK, probe
 from lightck.pool.writer import PoolWriter
 
 pytestmark = pytest.mark.skipif(
@@ -244,14 +244,14 @@ def test_a_training_on_a_disk_is_written_directly(disk):
 
 
 def test_in_memory_nothing_is_said(folder):
-    if probe(str(folder)).tier != TIER_CACHE:
+    if probe(str(folder)).tier != MEDIUM_CACHE:
         pytest.skip("there is no tmpfs here")
     model, optimizer = stepping()
     with lightck.attach(model, folder / "run.pool") as session:
         step(model, optimizer, 0)
         session.flush()
         assert session.stats().disk_writes is None
-    assert direct_writes.method_in(str(folder), TIER_CACHE) is None
+    assert direct_writes.method_in(str(folder), MEDIUM_CACHE) is None
 
 
 def test_another_file_system_is_written_through_the_page_cache_and_it_is_said(disk, without):
@@ -264,7 +264,7 @@ def test_another_file_system_is_written_through_the_page_cache_and_it_is_said(di
         assert method is not None
         assert method.startswith("page cache: direct writes are used on")
     check_recovered(disk / "run.pool", model, optimizer)
-    assert direct_writes.method_in(str(disk), TIER_DISK) == method
+    assert direct_writes.method_in(str(disk), MEDIUM_DISK) == method
 
 
 @pytest.mark.parametrize(
@@ -426,9 +426,9 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(disk):
 
 def test_the_folder_of_the_doctor_is_left_as_it_was(disk):
     before = sorted(os.listdir(disk))
-    assert direct_writes.method_in(str(disk), TIER_DISK) == DIRECT
+    assert direct_writes.method_in(str(disk), MEDIUM_DISK) == DIRECT
     assert sorted(os.listdir(disk)) == before
-    assert direct_writes.method_in(str(disk / "missing"), TIER_DISK) is None
+    assert direct_writes.method_in(str(disk / "missing"), MEDIUM_DISK) is None
 
 
 def n_copy_threads(path: Path | None = None, backend: str = "file") -> int:

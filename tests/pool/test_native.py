@@ -80,12 +80,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 class Pool:
     """A temporary file with a medium over it."""
 
-    def __init__(self, nbytes: int, tier: int) -> None:
+    def __init__(self, nbytes: int, kind: int) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
         self.file.truncate(nbytes)
         out = ffi.new("lck_medium **")
         self.extents = ffi.new("lck_extent[]", [(0, nbytes)])
-        check(lib.lck_medium_open(self.file.fileno(), self.extents, 1, tier, out), "open")
+        check(lib.lck_medium_open(self.file.fileno(), self.extents, 1, kind, out), "open")
         self.medium: Any = out[0]
 
     def __enter__(self) -> Pool:
@@ -144,7 +144,7 @@ def test_crc64_goes_on_where_it_stopped(data: bytes, cut: int) -> None:
 def test_kernels_agree(random: Any, nbytes: int, off: int, shift: int) -> None:
     data = random.randbytes(shift + nbytes)
     view = ffi.from_buffer(data) + shift
-    with Pool(16384, _native.lib.LCK_TIER_PM_EMULATED) as pool:
+    with Pool(16384, _native.lib.LCK_MEDIUM_PM_EMULATED) as pool:
         sums = set()
         for name in ISAS:
             check(lib.lck_isa_set(name.encode()), "isa_set")
@@ -167,12 +167,12 @@ def test_block_seed(uuid_lo: int, uuid_hi: int, tensor: int, generation: int, in
     st.binary(max_size=5000),
     st.integers(0, 5),
     st.sampled_from([256, 512, 4096]),
-    st.sampled_from([_native.lib.LCK_TIER_CACHE, _native.lib.LCK_TIER_DISK]),
+    st.sampled_from([_native.lib.LCK_MEDIUM_CACHE, _native.lib.LCK_MEDIUM_DISK]),
     st.tuples(U64, U64, U64, U64),
 )
-def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tuple[int, int, int, int]) -> None:
+def test_round_trip(data: bytes, place: int, block: int, kind: int, identity: tuple[int, int, int, int]) -> None:
     off = 256 * place
-    with Pool(8192, tier) as pool:
+    with Pool(8192, kind) as pool:
         assert pool.copy(off, data) == lib.lck_crc32c(data, len(data))
         crcs = seeded(data, block, identity)
         assert read(pool, off, len(data), block, crcs, identity) == (_native.lib.LCK_OK, MASK, data)
@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_found(data: bytes, draw: st.DataObject) -> None:
     identity = (1, 2, 3, 4)
     at = draw.draw(st.integers(0, len(data) - 1))
     bit = draw.draw(st.integers(0, 7))
-    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_MEDIUM_CACHE) as pool:
         pool.copy(0, data)
         crcs = seeded(data, 256, identity)
         os.pwrite(pool.file.fileno(), bytes([data[at] ^ 1 << bit]), at)
@@ -202,7 +202,7 @@ def test_a_flipped_bit_is_found(data: bytes, draw: st.DataObject) -> None:
 @pytest.mark.parametrize("word", range(4))
 def test_intact_bytes_under_another_identity_do_not_pass(word: int) -> None:
     data = bytes(range(256)) * 4
-    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_MEDIUM_CACHE) as pool:
         pool.copy(0, data)
         other = [1, 2, 3, 4]
         other[word] += 1
@@ -215,13 +215,13 @@ def test_intact_bytes_under_another_identity_do_not_pass(word: int) -> None:
 
 def test_a_short_file_is_an_error() -> None:
     data = bytes(2000)
-    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_MEDIUM_CACHE) as pool:
         crcs = seeded(data, 512, (1, 2, 3, 4))
         assert read(pool, 2600, 2000, 512, crcs, (1, 2, 3, 4))[:2] == (_native.lib.LCK_ESHORT, 2)
 
 
 def test_a_forked_child_can_do_nothing() -> None:
-    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_MEDIUM_CACHE) as pool:
         out = ffi.new("lck_engine **")
         check(lib.lck_engine_open(1, out), "engine_open")
         engine = out[0]
@@ -246,7 +246,9 @@ def test_check_tells_status_and_errno() -> None:
     check(_native.lib.LCK_OK, "nothing")
     with pytest.raises(_native.NativeError, match=r"opening failed: .*descriptor") as caught:
         whole = ffi.new("lck_extent[]", [(0, 4096)])
-        check(lib.lck_medium_open(2**20 + 7, whole, 1, _native.lib.LCK_TIER_CACHE, ffi.new("lck_medium **")), "opening")
+        check(
+            lib.lck_medium_open(2**20 + 7, whole, 1, _native.lib.LCK_MEDIUM_CACHE, ffi.new("lck_medium **")), "opening"
+        )
     assert (caught.value.status, caught.value.errno) == (_native.lib.LCK_ESYS, errno.EBADF)
     with pytest.raises(_native.NativeError, match="forked child") as caught:
         check(_native.lib.LCK_EFORK, "storing")

@@ -22,7 +22,7 @@ from lightck.pipeline import pipeline
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pool.engine import Engine, Medium
 from lightck.pool.reader import open_pool
-from lightck.pool.storage.durability import TIER_CACHE
+from lightck.pool.storage.durability import MEDIUM_CACHE
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD])
 
@@ -378,7 +378,7 @@ def test_to_leave_one_file_does_not_wait_until_another_one_is_populated(folder):
     for path, nbytes in ((small, 4 << 20), (large, 1 << 30)):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(fd, 0, nbytes)
-        media.append(Medium(fd, ((0, nbytes),), TIER_CACHE))
+        media.append(Medium(fd, ((0, nbytes),), MEDIUM_CACHE))
     try:
         engine.populate(media[1])
         while not _resident(large):

@@ -18,7 +18,7 @@ from lightck.pipeline.staging.parts import Order, Part, Parts, one_part_per_devi
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
 from lightck.pool.reservation import Reservation
-from lightck.pool.storage.durability import TIER_DISK
+from lightck.pool.storage.durability import MEDIUM_DISK
 from lightck.pool.writer import PoolWriter
 from lightck.state.device_transfers import DeviceTransfer
 
@@ -92,7 +92,7 @@ class DirectMethod:
         self._ring_of_packed = PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        if writer.durability.tier == TIER_DISK:
+        if writer.durability.tier == MEDIUM_DISK:
             # The kernel does not see that a device wrote to a page, so the next fdatasync could skip the page.
             raise UnavailableError(
                 "the pool is on a disk, and what a device writes into such a pool might not become durable"

@@ -66,11 +66,11 @@ class _Mapping:
 class _Device:
     """An open device: its descriptor, its mapping, and the methods that write its head."""
 
-    def __init__(self, path: str, fd: int, facts: DaxDevice, tier: int) -> None:
+    def __init__(self, path: str, fd: int, facts: DaxDevice, kind: int) -> None:
         self.path = path
         self.fd = fd
         self.facts = facts
-        self.tier = tier
+        self.kind = kind
         try:
             self.mapping = _Mapping(fd, facts.nbytes // facts.align * facts.align)
         except NativeError as err:
@@ -88,7 +88,7 @@ class _Device:
         the new record."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
-        with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
+        with contextlib.closing(Medium(self.fd, self._head_extents(), self.kind)) as medium:
             if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
                 # The second copy must be valid while the first one is rewritten. A pool record has the size of a commit
                 # record and is stored in the same order, the first eight bytes last.
@@ -99,7 +99,7 @@ class _Device:
 
     def wipe(self) -> None:
         """Overwrite the head, which holds data of another program, with zeros."""
-        with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
+        with contextlib.closing(Medium(self.fd, self._head_extents(), self.kind)) as medium:
             medium.zero(0, HEAD_NBYTES)
             medium.sync()
 
@@ -213,7 +213,7 @@ class DevdaxBackend:
         device = self._opened(path, write=True)
         with undo_on_error(device.close):
             container = DevdaxContainer(device, _place(device, nbytes), nbytes)
-            with contextlib.closing(Medium(device.fd, container.extents, device.tier)) as medium:
+            with contextlib.closing(Medium(device.fd, container.extents, device.kind)) as medium:
                 medium.zero(0, nbytes)
                 medium.sync()
         return container
@@ -238,8 +238,8 @@ class DevdaxBackend:
             if facts is None:
                 raise _no_device(path)
             _check_owner(path, st)
-            tier = durability.probe_device(facts, system=self._system).tier
-            return _Device(path, fd, facts, tier)
+            kind = durability.probe_device(facts, system=self._system).tier
+            return _Device(path, fd, facts, kind)
 
 
 def _place(device: _Device, nbytes: int) -> int:

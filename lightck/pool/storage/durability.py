@@ -1,7 +1,7 @@
 """Determine what a pool survives, with the evidence. No setting can claim that a pool survives more.
 
 ``probe`` queries the kernel (``system``) about the medium of a pool and judges the answers. The result also contains
-the tier that the choke point must use. If a query has no answer, lightck promises less.
+what the choke point must do (``MEDIUM_...``). If a query has no answer, lightck promises less.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _DOMAINS = {
     "memory_controller": "the memory controller is in the persistence domain (ADR): a cache line that is written back "
     "is durable",
 }
-TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
-"""What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
+MEDIUM_CACHE, MEDIUM_DISK, MEDIUM_PM, MEDIUM_PM_EADR = 0, 1, 2, 3
+"""What the choke point does to make stores durable: ``LCK_MEDIUM_*`` in native/include/lck.h."""
 _POWER_EVIDENCE = "power: as far as the disk honours a flush"
 _NESTED_MAX = 4
 """Maximum number of overlays and loop devices, one below the other, that ``probe`` follows to find the medium."""
@@ -71,7 +71,7 @@ class Durability:
     evidence: tuple[str, ...]
     """Sentences without a full stop."""
     tier: int
-    """``TIER_...``"""
+    """The kind of medium: ``MEDIUM_...``. (It is none of the tiers of ``attach``.)"""
     numa_node: int | None = None
     """For persistent memory: the NUMA node whose processors access the memory fastest. None if unknown."""
     emulated: str | None = None
@@ -81,7 +81,7 @@ class Durability:
     @property
     def is_persistent_memory(self) -> bool:
         """Whether stores become durable without a system call."""
-        return self.tier in (TIER_PM, TIER_PM_EADR)
+        return self.tier in (MEDIUM_PM, MEDIUM_PM_EADR)
 
     def __str__(self) -> str:
         survived = [name for name in ("process", "os", "power", "media") if getattr(self, name)]
@@ -117,19 +117,19 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
             "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects its content to be lost when the "
             "system ends"
         )
-        return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
+        return _process_only("memory (device-dax)", MEDIUM_CACHE, seen, volatile)
     if _is_pretended(region):
-        return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
+        return _process_only("memory (device-dax)", MEDIUM_CACHE, seen, *_why_volatile([Device(device.name, region)]))
     if region.provider not in _REAL:
         no_flush = (
             "it is memory of a virtual machine (virtio-pmem): its host makes it durable only when asked to flush, and "
             "a device-dax mapping cannot ask",
         )
         why = no_flush if region.provider == _HOSTED else _reports(region)
-        return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
+        return _process_only("unknown memory (device-dax)", MEDIUM_CACHE, seen, *why)
     if system.write_back() is None:
         no_sync = "lightck cannot write cache lines back on this processor, and a device has no fdatasync"
-        return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), no_sync)
+        return _process_only("persistent memory (device-dax)", MEDIUM_CACHE, seen, *_reports(region), no_sync)
     return _persistent_memory("device-dax", (seen,), [region], system)
 
 
@@ -157,12 +157,12 @@ def _probe(folder: str, file: str | None, system: System, nested_left: int) -> D
     overlays and loop devices may be followed."""
     kind = system.file_system(folder)
     if kind is None:
-        return _process_only("unknown file system", TIER_DISK, "statfs failed: the file system is unknown")
+        return _process_only("unknown file system", MEDIUM_DISK, "statfs failed: the file system is unknown")
     seen = f"statfs f_type {kind:#x}"
     if kind in _MEMORY:
         name = _MEMORY[kind]
         lost = f"{seen}: {name}, which lives in memory: its files are lost when the system ends"
-        return _process_only(name, TIER_CACHE, lost)
+        return _process_only(name, MEDIUM_CACHE, lost)
     if kind == _OVERLAY:
         return _overlay(folder, seen, system, nested_left)
     if kind in _ON_A_DEVICE:
@@ -173,15 +173,15 @@ def _probe(folder: str, file: str | None, system: System, nested_left: int) -> D
         return _disk(name, f"{seen}: {name}", own, "each commit waits for two fdatasync", _POWER_EVIDENCE)
     name = _REMOTE.get(kind, "unknown file system")
     reason = "its storage is unknown: the only promise is that the page cache outlives the process"
-    return _process_only(name, TIER_DISK, f"{seen}: {name}", reason)
+    return _process_only(name, MEDIUM_DISK, f"{seen}: {name}", reason)
 
 
-def _process_only(medium: str, tier: int, *evidence: str) -> Durability:
-    return Durability(True, False, False, False, medium, evidence, tier)
+def _process_only(medium: str, kind: int, *evidence: str) -> Durability:
+    return Durability(True, False, False, False, medium, evidence, kind)
 
 
 def _disk(name: str, *evidence: str) -> Durability:
-    return Durability(True, True, True, False, f"disk ({name})", evidence, TIER_DISK)
+    return Durability(True, True, True, False, f"disk ({name})", evidence, MEDIUM_DISK)
 
 
 def _weaker(promised: Durability, other: Durability) -> Durability:
@@ -200,7 +200,7 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
     if mount is None or "volatile" in mount.options:
         return _process_only(
             "overlay",
-            TIER_DISK,
+            MEDIUM_DISK,
             seen,
             "the overlay is mounted with the option volatile, or its mount options cannot be read",
         )
@@ -214,13 +214,13 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
             unseen = f"{_TOO_DEEP} the overlay's upper folder ({upper})"
         unseen += ", so its medium is unknown: put the pool on a volume of its own"
         return _process_only(
-            "overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync to its upper folder", unseen
+            "overlay", MEDIUM_DISK, f"{seen}: overlay, which passes fdatasync to its upper folder", unseen
         )
     below = _probe(upper, None, system, nested_left - 1)
     evidence = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
-    if below.tier == TIER_CACHE:
+    if below.tier == MEDIUM_CACHE:
         return replace(below, medium=f"overlay on {below.medium}", evidence=evidence)
-    return replace(below, medium=f"overlay on {below.medium}", evidence=evidence, tier=TIER_DISK, numa_node=None)
+    return replace(below, medium=f"overlay on {below.medium}", evidence=evidence, tier=MEDIUM_DISK, numa_node=None)
 
 
 def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, nested_left: int) -> Durability:
@@ -228,10 +228,10 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     devices = system.devices(number) if number is not None else ()
     if not devices:
         unknown = "its device was not found in sysfs: it could be memory, so nothing more is promised"
-        return _process_only(f"unknown device ({name})", TIER_DISK, seen, unknown)
+        return _process_only(f"unknown device ({name})", MEDIUM_DISK, seen, unknown)
     pretended = [d for d in devices if d.is_memory or (d.region is not None and _is_pretended(d.region))]
     if pretended:
-        return _process_only(f"memory ({name})", TIER_CACHE, seen, *_why_volatile(pretended))
+        return _process_only(f"memory ({name})", MEDIUM_CACHE, seen, *_why_volatile(pretended))
     dax = Dax(False, False)
     if name in _DAX_CAPABLE and all(d.region is not None for d in devices):
         dax = system.dax(folder, file)
@@ -297,7 +297,7 @@ def _below(device: Device, system: System, nested_left: int) -> Durability:
         if nested_left == 0 or not os.path.isfile(device.backing_file):
             hidden = f"the loop device {device.name} is backed by {device.backing_file}, "
             hidden += "which is not visible here" if nested_left else f"and {_TOO_DEEP} it"
-            return _process_only("loop", TIER_DISK, hidden)
+            return _process_only("loop", MEDIUM_DISK, hidden)
         below = _probe(folder, None, system, nested_left - 1)
         backed = f"the loop device {device.name} is backed by {device.backing_file}"
         return replace(below, evidence=(backed, *below.evidence))
@@ -305,7 +305,7 @@ def _below(device: Device, system: System, nested_left: int) -> Durability:
         return _disk(device.name, f"the device is {device.name}")
     region = device.region
     survives_crash = region.provider in (*_REAL, _HOSTED)
-    return Durability(True, survives_crash, _is_power_safe(region), False, "", _reports(region), TIER_DISK)
+    return Durability(True, survives_crash, _is_power_safe(region), False, "", _reports(region), MEDIUM_DISK)
 
 
 # -- persistent memory -------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
         False,
         f"persistent memory ({name})",
         tuple(evidence),
-        TIER_PM_EADR if is_eadr else TIER_PM,
+        MEDIUM_PM_EADR if is_eadr else MEDIUM_PM,
         nodes.pop() if len(nodes) == 1 else None,
     )
 

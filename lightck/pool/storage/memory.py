@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 
-from lightck.pool.storage.durability import TIER_CACHE, Durability
+from lightck.pool.storage.durability import MEDIUM_CACHE, Durability
 from lightck.pool.storage.failures import as_io_error, undo_on_error
 from lightck.pool.storage.file import FileBackend, FileContainer
 
-_MEMORY = Durability(False, False, False, False, "memory", ("it is anonymous memory of this process",), TIER_CACHE)
+_MEMORY = Durability(False, False, False, False, "memory", ("it is anonymous memory of this process",), MEDIUM_CACHE)
 
 
 class MemoryBackend(FileBackend):

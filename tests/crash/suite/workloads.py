@@ -174,7 +174,7 @@ def by_a_device(staging: Any) -> Workload:
         transfer = slow_transfers.SlowTransfer(1, seconds=0.001)
         with pytest.MonkeyPatch.context() as on_a_device:
             on_a_device.setattr(
-                methods, "TIER_DISK", None
+                methods, "MEDIUM_DISK", None
             )  # what is recorded does not depend on the kernel's part in it
             slow_transfers.install(on_a_device, lambda tensor: transfer)
             model, optimizer = build(700)

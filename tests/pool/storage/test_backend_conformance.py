@@ -29,7 +29,7 @@ from lightck.pool.engine import Medium
 from lightck.pool.format.structures import MAGIC, MIB, POOL_NBYTES_MIN
 from lightck.pool.storage import backends, extents, temporary
 from lightck.pool.storage.backend import Backend, Container
-from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK
+from lightck.pool.storage.durability import MEDIUM_CACHE, MEDIUM_DISK
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.pmdk import PmdkBackend
 
@@ -172,7 +172,7 @@ class BackendContract:
         durability = backend.probe(path)
         assert durability.evidence
         assert not durability.power or durability.os
-        assert not durability.os or (durability.process and durability.tier != TIER_CACHE)
+        assert not durability.os or (durability.process and durability.tier != MEDIUM_CACHE)
 
     def test_a_pool_lives_on_it(self, backend: Backend, path: str) -> None:
         """The whole library over this backend: train, resume, grow into another file, recover."""
@@ -400,7 +400,7 @@ class TestFileOnTmpfs(FileContract):
             pytest.skip(f"no tmpfs here: {durability.medium}")
         assert durability.process
         assert not durability.os
-        assert durability.tier == TIER_CACHE
+        assert durability.tier == MEDIUM_CACHE
 
     def test_a_full_file_system_is_an_error_that_leaves_nothing(self) -> None:
         outcome = toys.in_child(lambda: _fill_a_small_tmpfs(FileBackend(), 20 * MIB))
@@ -416,7 +416,7 @@ class TestFileOnDisk(FileContract):
 
     def test_it_says_what_it_relies_on(self, backend: Backend, path: str) -> None:
         durability = backend.probe(path)
-        if durability.tier != TIER_DISK:
+        if durability.tier != MEDIUM_DISK:
             pytest.skip(f"the temporary folder is no disk: {durability.medium}")
         assert durability.process
         assert any("fdatasync" in e or "unknown" in e or "volatile" in e for e in durability.evidence)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightck.pool.engine import Medium
 from lightck.pool.storage import extents
-from lightck.pool.storage.durability import TIER_CACHE
+from lightck.pool.storage.durability import MEDIUM_CACHE
 from lightck.pool.storage.extents import Extents
 
 PAGE = 4096
@@ -27,7 +27,7 @@ def filled(places: Extents) -> Iterator[tuple[int, bytes]]:
     data = bytes(i * 7 % 251 for i in range(extents.total(places)))
     with tempfile.TemporaryFile() as file:
         file.truncate(30 * PAGE)
-        medium = Medium(file.fileno(), places, TIER_CACHE)
+        medium = Medium(file.fileno(), places, MEDIUM_CACHE)
         medium.store(0, data)
         medium.close()
         yield file.fileno(), data

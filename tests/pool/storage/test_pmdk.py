@@ -31,7 +31,7 @@ from lightck.pool.format.structures import MIB
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import backends, pmdk, pmdk_file, pmemobj, temporary
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.storage.durability import TIER_CACHE, TIER_PM, Durability
+from lightck.pool.storage.durability import MEDIUM_CACHE, MEDIUM_PM, Durability
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.pmdk import PmdkBackend
 
@@ -193,7 +193,7 @@ def test_the_file_for_a_large_pool_has_room_for_its_arenas_and_little_more() -> 
 
 
 def on_pm(self: FileBackend, path: str) -> Durability:
-    return Durability(True, True, True, False, "persistent memory", ("said so by a test",), TIER_PM)
+    return Durability(True, True, True, False, "persistent memory", ("said so by a test",), MEDIUM_PM)
 
 
 def test_auto_makes_a_pmdk_pool_on_persistent_memory_only(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,4 +414,4 @@ def test_one_flipped_bit_in_the_container_never_gives_wrong_values(pool: Path) -
 def test_probe_is_that_of_the_file_system(pool: Path) -> None:
     assert PmdkBackend().probe(str(pool)) == FileBackend().probe(str(pool))
     if FileBackend().probe(str(pool)).medium == "tmpfs":
-        assert PmdkBackend().probe(str(pool)).tier == TIER_CACHE
+        assert PmdkBackend().probe(str(pool)).tier == MEDIUM_CACHE
