@@ -7,7 +7,8 @@
  * fixed-width integers, plain structs and opaque handles: no callbacks, no varargs, no macros that cffi cannot parse.
  * A function that returns int32_t returns LCK_OK (0) or a negative LCK_E... status, unless its comment says otherwise.
  * Functions can be called from any thread without the GIL. In a forked child, each function that returns a status and
- * takes a handle returns LCK_EFORK. It accesses no mapping, because the child has none (MADV_DONTFORK).
+ * takes a handle (except lck_pmdk_forked) returns LCK_EFORK, and accesses no mapping, because the child has none
+ * (MADV_DONTFORK).
  */
 #ifndef LCK_H
 #define LCK_H
@@ -86,8 +87,8 @@ uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uin
 
 /* ---- shuffled elements ------------------------------------------------------------------------------- */
 
-/* Put next to each other what has the same place in each element: the first bytes of all elements, then the second
- * ones, and so on; with `bits` the lowest bits of the first bytes, then the next ones, in blocks of 64 KiB
+/* Reorder the bytes of an array: the first bytes of all its elements come first, then all second bytes, and so on. With
+ * `bits`, in blocks of 64 KiB, the bits are reordered too: the lowest bits of all first bytes, then the next bits
  * (docs/format.md, "Compressed objects"). Such bytes compress better. `width`: bytes of an element: 1, 2, 4 or 8; else
  * LCK_EINVAL. `out` has `nbytes` bytes too, and does not overlap `data`; neither needs an alignment. */
 int32_t lck_shuffle(void *out, const void *data, uint64_t nbytes, uint32_t width, int32_t bits);
@@ -97,8 +98,8 @@ int32_t lck_unshuffle(void *out, const void *data, uint64_t nbytes, uint32_t wid
 /* ---- extents ----------------------------------------------------------------------------------------- */
 
 /* A run of a pool's bytes in its file. A pool is an array of extents: their bytes, in the order of the array, are
- * the bytes of the pool, wherever each extent lies in the file. A plain file has one extent, and a PMDK pool has one
- * per arena. */
+ * the bytes of the pool, wherever each extent lies in the file. A plain file has one extent. A PMDK pool has one for
+ * each of its arenas, which are large objects of libpmemobj (docs/format.md). */
 typedef struct lck_extent {
     uint64_t off;     /* from the start of the file */
     uint64_t nbytes;  /* not 0 */
@@ -136,8 +137,8 @@ int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
  * multiple of 2 MiB, so that huge pages fit. A character device (device-dax) must have one extent, whose offset and
  * length are multiples of the device's alignment; the kernel chooses the address.
  * LCK_EINVAL if an offset, or a length other than the last, is not a multiple of the page size. LCK_ESHORT if the file
- * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the kind of medium needs MAP_SYNC and the kernel does not grant it, and
- * with ENOTSUP if it needs write-back of cache lines and the processor cannot do it.
+ * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the kind of medium (LCK_MEDIUM_...) needs MAP_SYNC and the
+ * kernel does not grant it, and with ENOTSUP if it needs write-back of cache lines and the processor cannot do it.
  * On LCK_MEDIUM_DISK the fd is duplicated (O_CLOEXEC) for fdatasync, so the caller can close its fd afterwards. */
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t kind, lck_medium **out);
 /* Unmap the medium, and free it and its trace. No job may be running on the medium. */
@@ -187,7 +188,8 @@ typedef struct lck_event {
 } lck_event;
 
 /* Start recording, and drop an older trace. A trace is for tests: it keeps a copy of all stored bytes. A COPY is
- * followed by a FLUSH of each part of the copy that went through the caches. */
+ * followed by a FLUSH of each part of the copy that went through the caches, except if lck_medium_direct applies to the
+ * copy: on a disk, a sync alone makes all stores durable. */
 int32_t lck_trace_start(lck_medium *medium);
 /* Stop recording. LCK_ENOMEM if events are missing because memory was short. */
 int32_t lck_trace_stop(lck_medium *medium);
@@ -230,7 +232,8 @@ typedef struct lck_engine lck_engine;
 /* Open an engine with `threads` workers (1 to 64): threads named lightck-copy-0, lightck-copy-1, ... The workers block
  * all signals except SIGBUS. They run at idle priority (SCHED_IDLE, or nice 19 if that fails). While a caller of
  * lck_job_wait, lck_job_commit or lck_job_drop has nothing to copy itself and waits for the workers, the workers run at
- * normal priority, if the system permits it. */
+ * normal priority, if the system permits it. They do so too while a thread waits because of direct writes
+ * (lck_medium_direct). */
 int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 /* Finish the jobs that are released, drop the other jobs, join the workers, and free the engine. A job that is held and
  * released fails, because its sources can no longer become complete. */
@@ -259,7 +262,7 @@ int32_t lck_engine_passive(lck_engine *engine, int32_t on);
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 /* On LCK_MEDIUM_DISK: from now on, write the whole pages of background copies past the page cache, if a block has at
- * least nbytes_min bytes in whole pages (4096 or more). Copies with LCK_NOW, shorter blocks, parts of pages and
+ * least nbytes_min (4096 or more) bytes in whole pages. Copies with LCK_NOW, shorter blocks, parts of pages and
  * metadata are still stored through the mapping. A direct write survives what such a store survives, and needs the same
  * sync. `fd`: the medium's file, opened with O_DIRECT; it is duplicated. `engine`: all jobs on this medium are jobs of
  * this engine. Call it before the first job. LCK_ESYS if the file takes no direct writes, with EOPNOTSUPP if its file
@@ -367,7 +370,7 @@ int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);
  * LCK_JOB_COMMITTED and the job is not released. */
 int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms);
 int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
-/* Free the entry of a job that has ended. At most 32 entries exist. */
+/* Free the entry of a job that has ended. At most LCK_JOBS_MAX entries exist. */
 int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 
 /* -- spans: which thread worked on a checkpoint, and when -- */
@@ -463,9 +466,10 @@ const char *lck_pmdk_message(void);
  * nbytes is lost. Returns the number of bytes in out. */
 uint64_t lck_pmdk_log(char *out, uint64_t nbytes);
 
-/* Open a pool with a mapping that forked children do not inherit. create != 0: first make the pool, in an existing file
- * of nbytes zeros. sds: the value of libpmemobj's setting sds.at_create (shutdown states). The setting is global to the
- * process, so only one thread at a time may call this function. */
+/* Open a pool with a mapping that forked children do not inherit. nbytes: the size of the file. create != 0: first make
+ * the pool, in an existing file of zeros. sds: the value of libpmemobj's setting sds.at_create (shutdown states). The
+ * setting is global to the process, so only one thread at a time may call this function. LCK_ESTATE before
+ * lck_pmdk_load has succeeded. */
 int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uint32_t create, uint32_t sds,
                       lck_pmdk **out);
 /* Store the file offset of the root object in *off. If the pool has no root object, one of at least nbytes zeros is
@@ -475,7 +479,7 @@ int32_t lck_pmdk_root(lck_pmdk *pmdk, uint64_t nbytes, uint64_t *off);
  * `place` (a multiple of 8, in another object) become the reference to the object: u64 identity of the pool, u64 offset
  * of the object in the file. */
 int32_t lck_pmdk_alloc(lck_pmdk *pmdk, uint64_t place, uint64_t nbytes, uint64_t type);
-/* Store into an object and make the bytes durable. Used for the root object, before the pool is visible. */
+/* Store into an object and make the bytes durable. Used for the root object, before the pool's file is at its path. */
 int32_t lck_pmdk_store(lck_pmdk *pmdk, uint64_t off, const void *src, uint64_t nbytes);
 int32_t lck_pmdk_close(lck_pmdk *pmdk);
 /* Call this in a forked child for each pool that the parent has open. It keeps libpmemobj usable for other pools in the

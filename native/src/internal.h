@@ -171,8 +171,8 @@ void *huge_reserve(uint64_t nbytes);
 
 #define DIRECT_PAGE ((uint64_t)4096) /* offsets and lengths of direct writes are multiples of it */
 
-/* A run of whole windows of the file, in which a direct write or a store is under way. It lies on the stack of its
- * thread. */
+/* A run of whole windows (of 2 MiB, see direct.c) of the file, in which a direct write or a store is under way. It lies
+ * on the stack of its thread. */
 struct direct_range {
     struct direct_range *next;
     uint64_t from, to; /* offsets in the file */
@@ -209,8 +209,8 @@ uint64_t direct_pages(uint64_t off, uint64_t nbytes, uint64_t *head);
 bool direct_fits(const lck_medium *medium, uint64_t off, uint64_t nbytes);
 struct direct_buffer *direct_take(struct direct *direct); /* NULL if memory is short */
 void direct_give(struct direct *direct, struct direct_buffer *buffer);
-/* Write whole pages from a buffer. *refused: the kernel takes no direct writes to this file, and nothing is promised of
- * the bytes in it. All later blocks are then stored through the mapping. */
+/* Write whole pages from a buffer. *refused: the kernel takes no direct writes to this file; it may have written a part
+ * of these pages. All later blocks are then stored through the mapping. */
 int32_t direct_write(lck_medium *medium, uint64_t off, const unsigned char *bytes, uint64_t nbytes, bool *refused);
 bool direct_is_short(const lck_medium *medium); /* whether the file was truncated */
 void direct_close(lck_medium *medium);
@@ -234,12 +234,12 @@ struct lck_medium {
 };
 
 /* The functions lck_m_... without checks, for callers that have checked handle and range. medium_copy also accepts
- * src NULL: a device has stored the bytes. medium_copy_late: a copy for which no thread of the training waits yet, which
- * may go past the page cache; src is not NULL. */
+ * src NULL: a device has stored the bytes. medium_copy_background: a copy without LCK_NOW, which may go past the page
+ * cache; src is not NULL. */
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
-int32_t medium_copy_late(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
+int32_t medium_copy_background(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
 void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 void medium_fence(lck_medium *medium);
 int32_t medium_sync(lck_medium *medium);
@@ -325,7 +325,7 @@ struct lck_engine {
     _Atomic uint32_t idle_workers;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
-    _Atomic uint32_t urgent_waiters; /* number of threads that wait for blocks that workers have claimed */
+    _Atomic uint32_t urgent_waiters; /* threads between engine_raise_priority and engine_restore_priority */
     _Atomic bool cannot_raise_priority; /* the system once refused to raise it: not tried again */
     _Atomic bool passive; /* OpenMP's threads must wait passively while a job is copied: openmp.c */
     _Atomic bool spans_on;
@@ -353,7 +353,8 @@ void engine_pulse(lck_engine *engine);
 void engine_pulse_job(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
 /* Between these two calls the workers run at normal priority, because a thread waits for blocks that workers have
- * claimed. At idle priority the workers might get no processor as long as other threads keep all of them busy. */
+ * claimed, or for a range or a lock (direct.c) that a worker may hold. At idle priority the workers might get no
+ * processor as long as other threads keep all of them busy. */
 void engine_raise_priority(lck_engine *engine);
 void engine_restore_priority(lck_engine *engine);
 

@@ -187,7 +187,8 @@ static void end_store(lck_medium *medium, struct direct_range *range)
         range_leave(medium->direct, range);
 }
 
-/* Returns false, and loses the medium, if a page is missing. So do the other ..._guarded functions that store. */
+/* Returns false, and marks the medium as lost, if a page is missing. The other ..._guarded functions also do so; those
+ * that return a checksum then return 0. */
 static bool store_guarded(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
 {
     struct guard guard;
@@ -287,8 +288,8 @@ static uint32_t copy_guarded(lck_medium *medium, const struct kernel *kernel, ui
     return sum;
 }
 
-static uint32_t copy_apart(lck_medium *medium, const struct kernel *kernel, uint64_t off, const void *src,
-                           uint64_t nbytes)
+static uint32_t copy_through_mapping(lck_medium *medium, const struct kernel *kernel, uint64_t off, const void *src,
+                                     uint64_t nbytes)
 {
     struct direct_range range;
     if (nbytes == 0)
@@ -322,7 +323,8 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
         return status_sys(error);
     uint64_t ends_at = LCK_UNLIKELY(medium->speed.write_bps != 0) ? emulate_write(&medium->speed, off, nbytes) : 0;
     const struct kernel *kernel = kernel_current();
-    uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes) : copy_apart(medium, kernel, off, src, nbytes);
+    uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes)
+                               : copy_through_mapping(medium, kernel, off, src, nbytes);
     if (is_lost(medium))
         return status_sys(EIO);
     if (crc != NULL)
@@ -357,8 +359,8 @@ static int32_t copy_directly(lck_medium *medium, struct direct_buffer *buffer, u
         return status;
     if (refused)
         head = nbytes, whole = 0;
-    (void)copy_apart(medium, kernel, off, bytes, head);
-    (void)copy_apart(medium, kernel, off + head + whole, bytes + head + whole, nbytes - head - whole);
+    (void)copy_through_mapping(medium, kernel, off, bytes, head);
+    (void)copy_through_mapping(medium, kernel, off + head + whole, bytes + head + whole, nbytes - head - whole);
     if (is_lost(medium))
         return status_sys(EIO);
     if (trace_on(&medium->trace))
@@ -366,7 +368,7 @@ static int32_t copy_directly(lck_medium *medium, struct direct_buffer *buffer, u
     return LCK_OK;
 }
 
-int32_t medium_copy_late(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
+int32_t medium_copy_background(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
     struct direct_buffer *buffer = direct_fits(medium, off, nbytes) ? direct_take(medium->direct) : NULL;
     if (buffer == NULL)
@@ -402,7 +404,8 @@ int32_t medium_sync(lck_medium *medium)
     int32_t error = fault_take(LCK_OP_SYNC);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
-    if (direct_is_short(medium)) /* a direct write after the end made the file longer again, with holes */
+    /* The file was truncated. A direct write may have made it longer again, with holes, but never as long as before. */
+    if (direct_is_short(medium))
         lose(medium);
     if (medium->kind == LCK_MEDIUM_DISK && fdatasync(medium->fd) != 0)
         return status_sys(errno);

@@ -109,7 +109,8 @@ static void unshuffle_block(unsigned char *out, const unsigned char *in, uint64_
 
 typedef void move(unsigned char *out, const unsigned char *in, uint64_t n, uint32_t width);
 
-/* With `bits`, `block` moves the bits of each block of so many bytes; else `bytes` moves the bytes of all elements. */
+/* With `bits`, call `block` for each block of BLOCK bytes (the last may be shorter); else call `bytes` once, for the
+ * bytes of all elements. */
 static int32_t move_all(void *out, const void *data, uint64_t nbytes, uint32_t width, int32_t bits, move *block,
                         move *bytes)
 {

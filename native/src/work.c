@@ -27,9 +27,9 @@ static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *c
     uint64_t nbytes = left < job->commit.block ? left : job->commit.block;
     const void *src = copy->flags & LCK_PLACED ? NULL : (const void *)(uintptr_t)(copy->src + start);
     uint32_t crc;
-    bool is_late = src != NULL && (copy->flags & LCK_NOW) == 0;
-    int32_t status = is_late ? medium_copy_late(job->medium, copy->dst + start, src, nbytes, &crc)
-                             : medium_copy(job->medium, copy->dst + start, src, nbytes, &crc);
+    bool is_background = src != NULL && (copy->flags & LCK_NOW) == 0;
+    int32_t status = is_background ? medium_copy_background(job->medium, copy->dst + start, src, nbytes, &crc)
+                                   : medium_copy(job->medium, copy->dst + start, src, nbytes, &crc);
     if (status != LCK_OK)
         return status;
     put_checksum(job, copy, index, crc);
