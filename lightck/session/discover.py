@@ -176,8 +176,9 @@ def check_late_optimizer(
     if any(id(p) in known for p in params):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another optimizer had at attach. lightck "
-            "saves only the state of the optimizer that had them at attach. Build the new optimizer before attach, or "
-            "close the session and attach again."
+            "saves only the state of the optimizer that had them at attach. Step them with that optimizer only. Or close "
+            "the session before the change, and attach again with the new optimizer to another path (its steps are "
+            "counted from 0); a script that is resumed after the change must do so too."
         )
     known_names = {name for view in views for name, _ in view.params}
     replaced = [names[id(p)] for p in params if names.get(id(p)) in known_names]
@@ -186,8 +187,8 @@ def check_late_optimizer(
             f"The parameter {replaced[0]!r} was replaced in the model after attach (as by load_state_dict(..., "
             f"assign=True)), and an optimizer that was made since ({type(optimizer).__name__}) steps the new "
             "parameter. lightck saves the state of the old optimizer under the parameter's name, so the state of the "
-            "new optimizer would be lost. Replace parameters and build the optimizer before attach, or close the "
-            "session and attach again."
+            "new optimizer would be lost. Replace parameters and build the optimizer before attach. Or close the "
+            "session before the change, and attach again with the new optimizer to another path."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model at attach. Its state is saved from now "
