@@ -176,9 +176,9 @@ def check_late_optimizer(
     if any(id(p) in known for p in params):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another optimizer had at attach. lightck "
-            "saves only the state of the optimizer that had them at attach. Step them with that optimizer only. Or close "
-            "the session before the change, and attach again with the new optimizer to another path (its steps are "
-            "counted from 0); a script that is resumed after the change must do so too."
+            "saves only the state of the optimizer that had them at attach. Step them with that optimizer only. Or "
+            "close the session before the change, and attach again with the new optimizer to another path (its steps "
+            "are counted from 0); a script that is resumed after the change must do so too."
         )
     known_names = {name for view in views for name, _ in view.params}
     replaced = [names[id(p)] for p in params if names.get(id(p)) in known_names]
