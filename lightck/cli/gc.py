@@ -29,7 +29,8 @@ _REASONS = {
     "--stopped",
     is_flag=True,
     help="You promise that no training and no lightck copy writes to TIER, or has written within the last hour. Then "
-    "files below the newest claims are removed too; otherwise they are left to the process that made the claim.",
+    "leftovers in the newest folders (claims) are removed too; otherwise they stay, because the process that made the "
+    "folder may still need them.",
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing, and list what would be removed.")
 @any_store_option

@@ -136,8 +136,8 @@ def show(facts: Facts, step: int) -> None:
         _show_bases(facts["bases"], step, facts["base_every"])
     whole = facts["whole"]
     if whole["units"]:
-        verb = "is" if whole["units"] == 1 else "are"
-        print_line(f"{count(whole['units'], 'unit')} more ({size(whole['nbytes'])}) {verb} whole in each checkpoint.")
+        units = f"{count(whole['units'], 'unit')} ({size(whole['nbytes'])})"
+        print_line(f"Besides these, each checkpoint holds {units} whole.")
     print_line()
     _show_records(facts["records"])
 
@@ -150,7 +150,9 @@ def _show_bases(bases: list[Facts], step: int, base_every: int | None) -> None:
     for line in columns(table, right=range(5)):
         print_line(line)
     if base_every is not None:
-        print_line(f"Each unit is written once in {base_every} steps (base_every).")
+        print_line(
+            f"Each unit (a parameter and its optimizer state) is written once in {base_every} steps (base_every)."
+        )
     older = sum(row["nbytes"] for row in bases if row["updates"])
     most = max((row["updates"] for row in bases), default=0)
     if older:

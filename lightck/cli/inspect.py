@@ -77,9 +77,9 @@ def refuse_pieces(path: str) -> None:
     with stored_checkpoints.open_reader(path) as reader:
         if reader.superblock.has_gradients:
             usage_error(
-                f"--pieces shows which ranks hold which parts of tensors, and {path!r} is a pool with gradient "
-                "records, which holds older states of its tensors. Leave out --pieces: the bases and records are "
-                "listed without it, and with --tensors the tensors."
+                f"--pieces cannot be used for {path!r}: it is a pool with gradient records, which holds most tensors "
+                "as they were at older steps. Leave out --pieces: then bases and records are listed. --tensors lists "
+                "the tensors."
             )
 
 
@@ -311,7 +311,7 @@ def _state(row: Facts) -> str:
     if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
     if row["state"] == stored_checkpoints.RECORDED:
-        return "commit record overwritten: recovery returns it if newer ones are damaged, or if its step is requested"
+        return "no intact commit record: recovery returns it if newer ones are damaged, or if its step is requested"
     return "committed, newest" if row["newest"] else "committed"
 
 

@@ -214,7 +214,7 @@ def _remarks(facts: Facts) -> Iterator[str]:
     for each in facts["checkpoints"]:
         if not each["on_path"]:
             at = f"step {each['step']} (claim {each['claim']})"
-            yield f"{at}: it is not in the history of the training of the newest claim"
+            yield f"{at}: the newest training did not go on from it, nor from a later checkpoint of its claim"
     for each in facts["unreadable"]:
         yield f"step {each['step']} (claim {each['claim']}) cannot be used: {each['reason']}"
     unnamed = sum(each["unnamed_objects"] for each in facts["claims"])

@@ -42,7 +42,7 @@ def open_tier(path: str, options: Options | None = None) -> Store:
         if lost is not None:
             usage_error(f"No claim lies in {path!r}. {lost_claims_text(lost)}")
         cure = "" if is_url(path) else f" For a pool: lightck inspect {path}."
-        usage_error(f"{path!r} is no tier: no claim lies in it.{cure}")
+        usage_error(f"{path!r} is no tier: no folder in it has a claim.json, which every tier has.{cure}")
     return open_store(path, options_of(path, options))
 
 

@@ -36,8 +36,8 @@ class FoundCheckpoint:
 
     state: ``committed``: recovery can return the checkpoint. ``dead``: the training was later resumed from an older
     step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
-    and recovery skips it. ``recorded``: its commit record was overwritten, and the chain of a newer checkpoint names
-    it; recovery can return its step.
+    and recovery skips it. ``recorded``: it has no intact commit record (overwritten or damaged), and the chain of a
+    newer checkpoint names it; recovery can return its step.
     """
 
     record: CommitRecord

@@ -328,7 +328,7 @@ def _rows(checkpoint: Facts, *, shows_generation: bool) -> list[tuple[str, str, 
     the same step."""
     note = {
         stored_checkpoints.DEAD: " (dead: training resumed from an older step)",
-        stored_checkpoints.RECORDED: " (its commit record was overwritten)",
+        stored_checkpoints.RECORDED: " (without an intact commit record)",
     }
     name = f"step {checkpoint['step']}" + note.get(checkpoint["state"], "")
     if shows_generation:

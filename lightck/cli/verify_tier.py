@@ -202,7 +202,7 @@ def _rows(checkpoint: Facts, *, deep: bool) -> list[tuple[str, str, str]]:
         return rows
     nbytes, objects = size(checkpoint["nbytes"]), count(checkpoint["objects"], "object")
     if checkpoint["stale"]:
-        return [(name, "-", "the training has struck it: recovery skips it")]
+        return [(name, "-", "recovery skips it: a newer checkpoint says that this one may hold wrong bytes")]
     if checkpoint["blocks"] == "verified":
         and_names = " and every object its SHA-256" if deep else ""
         return [(name, "OK", f"every block matches its checksum{and_names} ({nbytes} in {objects})")]

@@ -253,7 +253,7 @@ def tier_facts(path: str) -> Facts:
     facts: Facts = {"tier": path, "step": None, "sent_at": None, "age_seconds": None, "problem": None}
     try:
         if not is_tier(path):
-            return facts | {"problem": "no tier is there yet: no claim lies in it"}
+            return facts | {"problem": "no tier is there yet (no folder with a claim.json)"}
         listing = open_store(path, options_of(path)).listing()
     except LightckError as err:
         return facts | {"problem": str(err)}

@@ -426,7 +426,8 @@ class SessionLoader:
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
                 f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). "
-                "Another class or software version saved the state. Build the loader as it was, or pass anew=True."
+                "Another class or software version saved the state. Build the loader as it was, or begin "
+                "the pass anew: session.loader(..., anew=True)."
             ) from error
 
     def _new_pass(self) -> Pass:

@@ -183,7 +183,8 @@ class OwnedObjects:
             raise DriftError(
                 f"loader {self._name!r} iterates over the object that was passed as state[{key!r}], and its "
                 "load_state_dict() refused a state that its state_dict() had returned: "
-                f"{type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
+                f"{type(error).__name__}: {error}. Build that object as it was, or begin the pass anew: "
+                "session.loader(..., anew=True)."
             ) from error
 
     def _warn_large(self, key: str, nbytes: int) -> None:

@@ -133,8 +133,8 @@ def refuse_many_ranks() -> None:
         raise UnsupportedError(
             "This process is one of several ranks, and the model is neither a DistributedDataParallel nor a model "
             "after fully_shard. So gradients are reduced at a moment that lightck does not know, and a layer-wise "
-            "update would use the unreduced ones. Pass the DistributedDataParallel itself to lightck.layerwise(), call "
-            "fully_shard before it, or leave it out."
+            "update would use the unreduced ones. Pass the DistributedDataParallel itself to lightck.layerwise(), or "
+            "call fully_shard before lightck.layerwise(), or leave out lightck.layerwise()."
         )
 
 

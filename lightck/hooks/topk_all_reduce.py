@@ -91,7 +91,7 @@ class TopKAllReduce(OwnCommHook):
         if gradient.numel() > NUMEL_MAX:
             raise UnsupportedError(
                 f"A gradient has {gradient.numel()} entries, and TopK can exchange gradients of at most {NUMEL_MAX}. "
-                "Divide the parameter, or leave out compress=."
+                "Split the parameter into several smaller ones, or leave out compress=."
             )
         flat = gradient.reshape(-1)
         residual = None if self._residual_of is None else self._residual_of(p, gradient)

@@ -75,7 +75,7 @@ def attach(
     """
     _refuse_unsupported(accelerator)
     if "optimizer" in options:
-        raise TypeError("optimizer= is not passed here: lightck takes the optimizers that were prepared.")
+        raise TypeError("Do not pass optimizer= here: lightck takes the optimizers that were prepared.")
     given = dict(state or {})
     for number, one in enumerate(accelerator._custom_objects):
         if not any(one is other for other in given.values()):

@@ -156,7 +156,8 @@ class PoolReader(StorageReader):
         if len(steps) > 1:
             raise RankError(
                 f"The ranks have opened different checkpoints of {self._path!r}: steps {', '.join(map(str, steps))}. A "
-                "training goes on with the pool. Pass PoolReader(path, step=...), or load after the training."
+                "training is writing to the pool meanwhile. Pass PoolReader(path, step=...), or load after the "
+                "training."
             )
         return plans
 

@@ -151,7 +151,7 @@ def attach(
     _refuse_unsupported(engine)
     for name in ("optimizer", "layout"):
         if name in options:
-            raise TypeError(f"{name}= is not passed here: lightck takes it from the engine.")
+            raise TypeError(f"Do not pass {name}= here: lightck takes it from the engine.")
     if not isinstance(options.get("strategy") or lightck.FullState(), lightck.FullState):
         raise UnsupportedError(
             f"strategy={options['strategy']!r} cannot be used with DeepSpeed, whose gradients lightck does not see. "

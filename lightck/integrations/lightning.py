@@ -81,8 +81,10 @@ _REFUSED_CALLBACKS = {
     "ModelPruning": "it replaces parameters in mid-training",
     "StochasticWeightAveraging": "it replaces schedulers in mid-training, and its average is not saved",
     "WeightAveraging": "it keeps an average of the model that is not saved",
-    "LearningRateFinder": "it trains before the training. Call Tuner(trainer).lr_find(model) instead",
-    "BatchSizeFinder": "it trains before the training. Call Tuner(trainer).scale_batch_size(model) instead",
+    "LearningRateFinder": "it makes trial updates before the training begins. Call Tuner(trainer).lr_find(model) "
+    "instead",
+    "BatchSizeFinder": "it makes trial updates before the training begins. Call Tuner(trainer).scale_batch_size(model) "
+    "instead",
 }
 """Names of classes, and why a resume would not be exact with them."""
 
@@ -110,7 +112,7 @@ class LightckCallback(pl.Callback):  # type: ignore[misc]
     def __init__(self, pool_path: str | os.PathLike[str], *, resume: bool = True, **options: Any) -> None:
         super().__init__()
         if "optimizer" in options:
-            raise TypeError("optimizer= is not passed here: lightck takes the optimizers of the Trainer.")
+            raise TypeError("Do not pass optimizer= here: lightck takes the optimizers of the Trainer.")
         self._path, self._resume, self._options = os.fspath(pool_path), resume, options
         self._fit: Fit | None = None
 
@@ -223,8 +225,8 @@ def _refuse_unsupported(trainer: Any, module: Any, *, goes_on: bool) -> None:
         for kind in type(one).__mro__:
             if kind.__name__ in _REFUSED_CALLBACKS:
                 raise UnsupportedError(
-                    f"{type(one).__name__} cannot be resumed exactly: {_REFUSED_CALLBACKS[kind.__name__]}. Leave one "
-                    "of the two callbacks out."
+                    f"{type(one).__name__} cannot be resumed exactly: {_REFUSED_CALLBACKS[kind.__name__]}. Leave it "
+                    "out, or leave the LightckCallback out."
                 )
     if trainer.reload_dataloaders_every_n_epochs:
         raise UnsupportedError(

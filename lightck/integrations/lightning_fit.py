@@ -346,8 +346,9 @@ class Fit:
         sized = [has_length(one) for one in combined.flattened]
         if len(sized) > 1 and (combined._mode == "max_size" or not all(sized)):
             raise UnsupportedError(
-                "Several loaders of the training are supported only if each has a length, and CombinedLoader's mode is "
-                "'min_size' or 'max_size_cycle'. In other cases the place in them cannot be found again."
+                "lightck cannot find the place in these training loaders again. Several loaders can be resumed only if "
+                "each has a length, and CombinedLoader's mode is 'min_size' or 'max_size_cycle'. Use such loaders and "
+                "such a mode, or a single loader."
             )
         wrapped = []
         for number, (loader, is_sized) in enumerate(zip(combined.flattened, sized, strict=True)):

@@ -120,7 +120,7 @@ def attach(
     _refuse_unsupported(trainer)
     if "optimizer" in options:
         raise TypeError(
-            "optimizer= is not passed here: the Trainer builds its optimizer in train(), and lightck finds it."
+            "Do not pass optimizer= here: the Trainer builds its optimizer in train(), and lightck finds it."
         )
     session = TrainerSession(trainer, os.fspath(pool_path), resume=resume, options=options)
     session.install()

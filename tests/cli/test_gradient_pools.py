@@ -81,7 +81,7 @@ def test_bases_and_records_are_those_of_the_pool(gradients):
 def test_text_says_how_much_is_made_again(gradients):
     text = call("inspect", gradients).stdout
     assert "gradient records, 5 slots of 2.1 MB, 2 homes of 2.1 MB" in text
-    assert "Each unit is written once in 3 steps (base_every)." in text
+    assert "Each unit (a parameter and its optimizer state) is written once in 3 steps (base_every)." in text
     assert "To recover step 7, at most 2 updates of" in text
     assert "attach(..., resume=True) with the strategy Gradients resumes from step 7" in text
 

@@ -322,7 +322,10 @@ def test_inspect_says_which_checkpoints_are_not_in_the_history_of_the_newest_cla
     store_of(tier).put(claim_name(Claim(3, "0" * 8)), file.packed())  # it began anew
     found = call_json("inspect", tier)[1]
     assert not any(row["on_path"] for row in found["checkpoints"])
-    assert "it is not in the history of the training of the newest claim" in call("inspect", tier).stdout
+    assert (
+        "the newest training did not go on from it, nor from a later checkpoint of its claim"
+        in call("inspect", tier).stdout
+    )
 
 
 def test_inspect_of_a_tier_without_a_usable_checkpoint(tier):

@@ -308,7 +308,7 @@ def test_what_cannot_be_resumed_exactly_is_refused_by_name(pool):
         lambda: fitting(pool, reload_dataloaders_every_n_epochs=1),
     )
     refused(SessionError, "two LightckCallbacks", lambda: fitting(pool, LightckCallback(pool)))
-    refused(TypeError, "optimizer= is not passed here", lambda: LightckCallback(pool, optimizer=1))
+    refused(TypeError, "Do not pass optimizer= here", lambda: LightckCallback(pool, optimizer=1))
     assert not pool.exists()
 
 

@@ -168,7 +168,7 @@ def test_killed_ranks_with_muon_and_adamw_end_with_the_same_bits(
         assert checkpoint.oldest_base_step < checkpoint.step
     assert main(["verify", "--replay", str(pools)], standalone_mode=False) == OK
     assert main(["inspect", str(pool)], standalone_mode=False) == OK
-    assert "1 unit more (14.4 kB) is whole in each checkpoint." in capsys.readouterr().out
+    assert "Besides these, each checkpoint holds 1 unit (14.4 kB) whole." in capsys.readouterr().out
     runs = FSDP.run(pools)
     assert {run.began for run in runs} in ({10}, {11})
     assert is_equal(runs, reference())
