@@ -70,8 +70,8 @@ Otherwise the structure lies partly in holes of a sparse file: such a file costs
 holes would take memory."""
 
 STRUCK_REASON = (
-    "the training struck this checkpoint (made it unreadable) because it holds old bytes of a tensor, or leads to "
-    "wrong ones: a write to the tensor, or a difference between an update and its repetition, was detected only later"
+    "the training made this checkpoint unreadable because it may hold wrong bytes: only after it was saved did lightck "
+    "detect a write to a tensor, or that replaying a recorded update gives another result"
 )
 
 
@@ -582,8 +582,8 @@ def refuse_unwritable(reader: PoolReader) -> None:
     if not reader.is_writable:
         raise FormatError(
             f"The pool {reader.path!r} uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-            "read but not write. The pool was written by a newer lightck. Install that version to continue training in "
-            "the pool; lightck.recover() reads it."
+            "read but not write. The pool was written by a newer lightck. Update lightck to continue training in the "
+            "pool; lightck.recover() reads it."
         )
     generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
     highest = max(reader.commit_log().highest_number, *generations)

@@ -434,12 +434,14 @@ def _parts(
 
 def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
     """Read the whole tensors of a checkpoint of which parts were restored. Raises ``NoCheckpointError`` if the pools no
-    longer hold it."""
+    longer hold this step, and ``CorruptPoolError`` if they hold it as another session has saved it."""
 
     def take(_: str, logical: LogicalCheckpoint, __: object) -> MemorySource:
         found = CheckpointId(logical.of_ranks[0].header.incarnation, logical.step)
         if found != wanted:
-            raise DamagedError("another session of the training saved it, after the one that was restored")
+            raise DamagedError(
+                "it is not the checkpoint that was restored: a later session of the training has saved this step again"
+            )
         return in_memory(Relocated(logical, {}))
 
     return recover_newest(directory, wanted.step, take)

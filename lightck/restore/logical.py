@@ -123,7 +123,10 @@ class LogicalCheckpoint:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
         if any(part.share is not None and is_flat(part.held_pieces or ()) for part in parts):
-            raise DamagedError(f"its tensor {name!r} is flat, and ranks of a host never divide such a tensor")
+            raise DamagedError(
+                f"its tensor {name!r} is recorded as flattened and also as divided among the ranks of a host, and "
+                "lightck never does both"
+            )
         entry = _whole_entry(parts[0])
         if any(_whole_entry(part).shape != entry.shape for part in parts):
             refuse_shard_dependent_state(name, entry.role)

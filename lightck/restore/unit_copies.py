@@ -38,7 +38,7 @@ class Records:
         found = self._opened.get(step)
         if found is None:
             if step not in self._named:
-                raise DamagedError(f"the chain does not name the gradient record of step {step}")
+                raise DamagedError(f"its list of gradient records lacks that of step {step}")
             try:
                 found = self._opened[step] = checkpoint_of(self.checkpoint.reader, self._named[step])
             except DamagedError as err:
@@ -137,7 +137,10 @@ class UnitCopies:
             if names:
                 tensors = {name: record.in_record[name] for name in names}
                 if not _has_parameter(tensors):
-                    raise DamagedError(f"the gradient record of step {step} holds only a part of {parameter!r} whole")
+                    raise DamagedError(
+                        f"the gradient record of step {step} holds state of the parameter {parameter!r} whole, but not "
+                        "the parameter itself"
+                    )
                 return UnitCopy(parameter, step, tensors, record)
         return None
 

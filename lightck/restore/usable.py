@@ -19,9 +19,8 @@ from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, re
 RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
 """A checkpoint in the pool of one rank."""
 STALE_REASON = (
-    "it is stale: it holds wrong bytes of a tensor, or leads to them, because lightck detected a write to that tensor, "
-    "or a difference between an update and its replay, only after this checkpoint was saved (a newer checkpoint "
-    "records this)"
+    "it is stale: a newer checkpoint records that this one may hold wrong bytes, because only after it was saved did "
+    "lightck detect a write to a tensor, or that replaying a recorded update gives another result"
 )
 
 

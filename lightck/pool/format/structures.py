@@ -189,8 +189,8 @@ class Superblock:
         if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
             raise FormatError(
                 f"the pool has format {major}.{minor} (features {incompat:#x}), and this lightck reads format {MAJOR} "
-                f"(features {INCOMPAT_KNOWN:#x}). The pool was written by a newer lightck. Install that version to "
-                "read the pool."
+                f"(features {INCOMPAT_KNOWN:#x}). The pool was written by a newer lightck. Update lightck to read "
+                "the pool."
             )
         if incompat & INCOMPAT_SHARES and not incompat & INCOMPAT_GROUP:
             raise DamagedError("it says that the pool has shares of tensors, and not that it is the pool of a rank")

@@ -269,7 +269,7 @@ class PoolLock:
         if owner != os.geteuid():
             raise PoolPermissionError(
                 f"The lock file {self.path!r} belongs to another user. That user may be using the pool. Choose a pool "
-                "path in a folder of your own, or remove the lock file."
+                "path in a folder of your own. If no process uses the pool, you may remove the lock file instead."
             )
 
     def _open_device(self) -> int:

@@ -211,7 +211,8 @@ def _warn_slow_medium(path: str, durability: Durability) -> None:
     _has_warned = True
     log.warning(
         "lightck: the PMDK pool %s is not on persistent memory, so making, opening and closing it is slow: libpmemobj "
-        "calls msync for each change of its own structures. What lightck writes is as durable as in a file: %s",
+        'calls msync for each change of its own structures. A new pool with backend="file" avoids that. What lightck '
+        "writes is as durable as in a file: %s",
         path,
         durability,
     )

@@ -36,9 +36,9 @@ def make(path: str) -> tuple[int, int]:
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as err:
         raise PoolPermissionError(
-            f"The pool {path!r} cannot be made: its temporary file {new!r} exists, and no crashed training of yours "
-            "left that file. The file was not touched. Remove the file if nobody needs it, or choose another name for "
-            "the pool."
+            f"The pool {path!r} cannot be made: its temporary file {new!r} exists, and is in use by another process, "
+            "belongs to another user, or is a link or no plain file. It was not touched. Remove it if nobody needs it, "
+            "or choose another name for the pool."
         ) from err
     with undo_on_error(lambda: os.unlink(new)), undo_on_error(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
