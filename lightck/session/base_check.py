@@ -90,7 +90,10 @@ class BaseCheck:
             return reason_of(err)
         for name in sorted({*live, *replayed}):
             if not _is_equal(live.get(name), replayed.get(name)):
-                return f"{name!r} has other bits than its older copy in the pool leads to, with the updates since then"
+                return (
+                    f"the older copy of {name!r} in the pool, with the updates since then replayed, gives other bits "
+                    "than the training has"
+                )
         return ""
 
     def _live_units(self, parameters: Collection[str]) -> Mapping[str, torch.Tensor]:

@@ -176,8 +176,9 @@ class BaseEveryTuner(StepListener):
         lowered = max(round(found), BASE_EVERY_MIN)
         if lowered < now:
             log.info(
-                "lightck: base_every is lowered from %d to %d: with a failure every %g s, and %.3g s for an update, "
-                "a longer recovery costs more than fewer copies save",
+                "lightck: base_every is lowered from %d to %d, so tensors are written whole more often: with a failure "
+                "every %g s, and %.3g s to make an update again, shorter recoveries save more time than these copies "
+                "cost",
                 now,
                 lowered,
                 self._mtbf,

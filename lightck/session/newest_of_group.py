@@ -268,8 +268,8 @@ def _refuse_other_runs(stores: Sequence[Store], runs: Sequence[str | None], in_p
         if run is not None and in_pools.runs and run not in in_pools.runs:
             raise TierClaimedError(
                 f"The tier {str(store)!r} holds another run than the pools in {directory!r}. Nothing was changed. To "
-                "go on with the run of the pools, pass another folder as the tier; to go on with that of the tier, "
-                "name a directory that does not exist yet."
+                "go on with the run of the pools, pass another folder in tiers=; to go on with that of the tier, "
+                "pass a directory that does not exist yet."
             )
 
 

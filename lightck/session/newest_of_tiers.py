@@ -81,7 +81,8 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
     newest = next(newest_of_all(stores, []), None)
     if newest is not None:
         log.warning(
-            "lightck: the pool %r cannot be used. A checkpoint is left: %s. To continue from it, move the pool away",
+            "lightck: the pool %r cannot be used, but a tier has a checkpoint: %s. To continue from it, move the pool "
+            "away, and attach again with resume=True",
             path,
             newest,
         )
@@ -98,7 +99,7 @@ def warn_of_damage(path: str, newest: Candidate | None, restored: ResumePoint, i
     log.warning(
         "lightck: the newest checkpoint of the pool %r cannot be used, and the training continues from step %d. A tier "
         "has a newer one: %s. To continue from that one, end this training, and run: lightck copy %s NEW.pool --step "
-        "%d (it says how to go on)",
+        "%d (the command verifies the copy, and says how to go on)",
         path,
         restored.step,
         newest,
@@ -141,8 +142,8 @@ def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
     if in_pool is not None and run is not None and run != in_pool.run_id:
         raise TierClaimedError(
             f"The tier {str(store)!r} holds another run than the pool {path!r}. Nothing was changed. To go on with "
-            "the run of the pool, pass another folder as the tier; to go on with that of the tier, name a pool that "
-            "does not exist yet."
+            "the run of the pool, pass another folder in tiers=; to go on with that of the tier, pass a pool path at "
+            "which nothing lies yet."
         )
 
 
@@ -152,7 +153,7 @@ def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequen
     had = "was not there"
     if in_pool is not None:
         is_same = in_pool.order[:2] == found.order[:2]
-        had = f"held step {in_pool.order.step}" + ("" if is_same else " of an older claim or incarnation")
+        had = f"held step {in_pool.order.step}" + ("" if is_same else " of an earlier start of the training")
     log.warning(
         "lightck: the pool %r %s, and was rebuilt from %s. Updates after that step, if there were any, are lost",
         path,

@@ -98,8 +98,8 @@ def explained_refusal(path: str) -> Iterator[None]:
         reason = str(err).partition(". ")[0].rstrip(".")
         raise UnsupportedError(
             f'The pool {path!r} holds gradient records, because strategy="auto" chose Gradients in a run before, or a '
-            f"training with strategy=Gradients(...) made it. {reason}. Leave that out, as in the run before. Or write "
-            "the newest checkpoint into a new pool (lightck compact POOL NEW), and attach to that one: there "
+            f"training with strategy=Gradients(...) made it. {reason}. Undo what has changed since that run. Or "
+            "write the newest checkpoint into a new pool (lightck compact POOL NEW), and attach to that one: there "
             'strategy="auto" begins with FullState().'
         ) from err
 
@@ -111,7 +111,7 @@ def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_ran
     if arguments.save_options.tiers:
         return "a tier gets checkpoints more cheaply from a pool that holds them whole"
     if isinstance(backend, DevdaxBackend):
-        return "a device has no room for a second pool beside the present one"
+        return 'a device-dax device (backend="devdax") has no room for a second pool beside the present one'
     if any(transfer_of(p) is not None for p in arguments.model.parameters()):
         return "gradients on a device are copied while the training waits"
     try:
@@ -161,8 +161,8 @@ def records_that_fit(laid_out: list[Entry], state_nbytes: int, free_nbytes: int)
     ratio = changed / consumed if consumed else 0.0
     if ratio < RATIO_MIN:
         return 0, (
-            f"an update changes {ratio:.1f} times as many bytes as it consumes; gradients save enough from "
-            f"{RATIO_MIN:.0f} times on"
+            f"an update changes {ratio:.1f} times as many bytes as its gradients have, and only from "
+            f"{RATIO_MIN:.0f} times on is it worth while to store gradients instead"
         )
     n_records = records_of_new_pool(laid_out, state_nbytes, free_nbytes)
     needed = pool_nbytes(laid_out, slots=n_records, state_nbytes=state_nbytes)

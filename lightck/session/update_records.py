@@ -41,8 +41,8 @@ from lightck.state.signatures import UpdateRecord
 from lightck.state.update_record import UpdatePacker, gradient_tensors, names_of, unrecordable_reason
 
 log = logging.getLogger("lightck")
-_CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
-_STRUCK = "When it is committed, older ones that may be wrong are struck (made unreadable)."
+_CRASH_NOW = "If the process crashes before the next checkpoint is committed, a recovery takes an older one."
+_STRUCK = "When the next checkpoint is committed, older ones that may be wrong are struck (made unreadable)."
 FULL_MAX = 20
 """After this many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
@@ -157,8 +157,8 @@ class UpdateRecords(StepListener):
             self._distrust = difference
             are_struck = self.distrusted(after)
             log.warning(
-                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. %s%s Use "
-                "strategy=FullState() for this training",
+                "lightck: %s, so updates are not trusted any more: from now on each checkpoint stores the whole state. "
+                "%s%s Use strategy=FullState() for this training",
                 difference,
                 f"{_STRUCK} " if are_struck else "",
                 consequence,
@@ -218,8 +218,8 @@ class UpdateRecords(StepListener):
         self._has_warned_of_late_writes = True
         log.warning(
             "lightck: the loop writes into the gradient of %r after optimizer.step(), in a way that torch does not "
-            "count (.data, numpy). So earlier checkpoints may be wrong. The next one is full. %s Write into gradients "
-            "before step() only, or without .data",
+            "count (.data, numpy). So earlier checkpoints may be wrong. The next one stores the whole state. %s Write "
+            "into gradients before step() only, or without .data",
             gradient.name,
             _STRUCK if are_struck else _CRASH_NOW,
         )
@@ -284,15 +284,16 @@ class UpdateRecords(StepListener):
         )
         if found.unreadable:
             log.warning(
-                "lightck: LIGHTCK_CHECK=1 cannot compare the bases of this step with the updates, and the checkpoint "
-                "is full: %s. lightck verify names what is damaged",
+                "lightck: LIGHTCK_CHECK=1 cannot check that the older copies in the pool and the updates since then "
+                "give this step's tensors, so the checkpoint stores the whole state: %s. lightck verify names what is "
+                "damaged",
                 found.unreadable,
             )
         if found.difference:
             first, last = found.since + 1, update.step - 1
             wrong = (
-                f"If the process crashes before, one of the steps {first} to {last} may be recovered in a state that "
-                "lacks a write which no update explains."
+                f"If the process crashes before the next checkpoint is committed, one of the steps {first} to {last} "
+                "may be recovered without a change that something else than an update has made."
             )
             self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW, found.generation)
         return found.difference or found.unreadable
@@ -345,15 +346,16 @@ class UpdateRecords(StepListener):
             self._n_full = self._n_full + 1 if why_full else 0
         if is_checkpoint and self._n_full == FULL_MAX:
             log.warning(
-                "lightck: the last %d checkpoints were full, this one because %s. So Gradients saves nothing here, and "
-                "its pool and its memory are larger: use strategy=FullState() for this training, or change the loop",
+                "lightck: the last %d checkpoints stored the whole state, and not gradients alone; this one because "
+                "%s. So Gradients saves nothing here, and its pool and its memory are larger: use strategy=FullState() for "
+                "this training, or change the loop",
                 FULL_MAX,
-                why_full,
+                why_full.rstrip("."),
             )
         if reason and reason not in self._logged:
             self._logged.add(reason)
             which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
-            log.info("lightck: %s step %d is full: %s", which, step, reason)
+            log.info("lightck: %s step %d stores the whole state, and not gradients alone: %s", which, step, reason)
 
 
 def _is_dense(live: Live) -> bool:

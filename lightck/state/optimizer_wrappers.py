@@ -73,9 +73,8 @@ def _refuse_own_values(wrapper: object) -> None:
 def refuse_unsupported(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck saves "
-            "trainings with dense gradients. Make the embedding dense (sparse=False) and use "
-            "torch.optim.Adam or AdamW."
+            f"{type(optimizer).__name__} is not supported: lightck cannot save an optimizer that takes sparse "
+            "gradients only. Make the embedding dense (sparse=False) and use torch.optim.Adam or AdamW."
         )
 
 

@@ -88,7 +88,9 @@ def _trial_tensors(view: OptimizerView) -> tuple[list[dict[str, object]], dict[t
         for kind, p in mine.items():
             sizes = _PRIMES[: p.dim()]
             if len(sizes) < p.dim():
-                raise ValueError(f"a parameter has {p.dim()} dimensions")
+                raise ValueError(
+                    f"a parameter has {p.dim()} dimensions, and an optimizer is tried out on at most {len(_PRIMES)}"
+                )
             by_kind[kind] = torch.ones(sizes, dtype=p.dtype, device=p.device, requires_grad=True)
             by_kind[kind].grad = torch.ones_like(by_kind[kind])
         options = deepcopy({key: group[key] for key in view.optimizer.defaults if key in group})

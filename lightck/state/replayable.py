@@ -147,7 +147,8 @@ class _Probe:
         }
         for (dims, dtype, device, *_), p in kinds.items():
             if dims > len(_PRIMES):
-                raise _refused(self._name, f"a parameter has {dims} dimensions")
+                reason = f"a parameter has {dims} dimensions, and an optimizer is tried out on at most {len(_PRIMES)}"
+                raise _refused(self._name, reason)
             for _ in range(3):
                 tensor = torch.randn(_PRIMES[:dims], generator=self._generator).to(dtype=dtype, device=device)
                 vars(tensor).update(vars(p))

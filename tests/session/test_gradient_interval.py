@@ -221,7 +221,8 @@ def test_after_a_hole_nothing_is_stored_up_to_the_next_checkpoint_which_is_full(
     loop.session._pipeline.finish()
     assert newest(loop.pool) == (15, 0, [], True)
     assert loop.assert_recovers().step == 15
-    assert "the next checkpoint after step 13 is full: 'model/0.weight' was written" in caplog.text
+    assert "the next checkpoint after step 13 stores the whole state, and not gradients alone" in caplog.text
+    assert "'model/0.weight' was written" in caplog.text
 
 
 def test_a_hole_at_a_commit_makes_this_checkpoint_full(loop):
@@ -619,4 +620,4 @@ def test_holes_in_each_interval_are_a_warning_after_twenty_full_checkpoints(pool
             loop.model[0].weight.clamp_(-0.3, 0.3)
         loop.run(1)
     loop.session.abandon()
-    assert caplog.text.count("the last 20 checkpoints were full") == 1
+    assert caplog.text.count("the last 20 checkpoints stored the whole state") == 1

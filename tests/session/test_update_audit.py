@@ -176,7 +176,7 @@ def test_checkpoints_that_need_records_are_struck_when_the_one_of_a_finding_is_c
     """Nobody knows since when the updates differ."""
     found, seen, _ = train_until_found(pool, EVERY - 1, caplog, monkeypatch)
     assert found == EVERY + 1, "the step before it was wrong already"
-    assert "When it is committed, older ones that may be wrong are struck" in caplog.text
+    assert "When the next checkpoint is committed, older ones that may be wrong are struck" in caplog.text
     assert same(restored(pool), seen)
     with pytest.raises((NoCheckpointError, CorruptPoolError), match=f"step {found - 1}"):
         restored(pool, found - 1)
@@ -229,7 +229,7 @@ def test_full_checkpoints_in_a_row_are_reported(pool, caplog):
             optimizer.step()
             with torch.no_grad():
                 model[0].weight.clamp_(-0.1, 0.1)
-    assert caplog.text.count("the last 20 checkpoints were full") == 1
+    assert caplog.text.count("the last 20 checkpoints stored the whole state") == 1
     assert "model/0.weight" in caplog.text
 
 
