@@ -112,8 +112,9 @@ def _next_claim(stores: Sequence[Store], listings: Sequence[Listing], resume_poi
     if parse(claim_name(claim)) is None:  # it has too many digits
         names = " and ".join(repr(str(store)) for store in stores)
         raise TierError(
-            f"The tier {names} cannot be claimed again: it holds the claim with the largest number that "
-            "there can be. lightck never reaches this number, so another program has made it. Remove that folder."
+            f"The tier {names} cannot be claimed again: one of its folders NUMBER-TAG has the largest number that "
+            "there can be. lightck never reaches this number, so another program has made that folder. Remove it (and "
+            "nothing else)."
         )
     return claim
 
@@ -228,8 +229,8 @@ def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: st
         raise TierClaimedError(
             f"The tier {str(store)!r} and {pool} hold two trainings that both began anew (claims {in_tier} and "
             f"{in_pool}): two jobs have used one tier, or one job has begun anew twice. Nothing was changed. A tier "
-            "holds one run: to continue from the pool, pass another folder as the tier; to continue from the tier, "
-            "name a pool that does not exist yet."
+            "holds one run: to continue from the pool, pass another folder in tiers=; to continue from the tier, "
+            "pass a pool path at which nothing lies yet."
         )
 
 
@@ -246,9 +247,9 @@ def forked_error(one: str, claim: Claim, other: str, other_claim: Claim) -> Tier
     return TierClaimedError(
         f"{capitalized(one)} (claim {claim}) and {other} (claim {other_claim}) hold two continuations of one run, and "
         "none of them continues the other: each was made while the other place was not used. Nothing was changed. "
-        "lightck does not guess which one you want. To continue from the pool, or from one tier, leave the other "
-        "tier out of tiers=, or give it a new folder; to continue from a tier that is left, name a pool that does not "
-        "exist yet."
+        "lightck does not guess which one you want. To continue from the pool, leave the tier with the other "
+        "continuation out of tiers=, or pass a new folder in its place. To continue from a tier, do the same with the "
+        "other tiers, and pass a pool path at which nothing lies yet."
     )
 
 
@@ -276,8 +277,8 @@ def _parse(data: bytes) -> ClaimFile:
 def _checkpoints(path: list[Any]) -> Iterable[TierCheckpoint]:
     for each in path:
         if not isinstance(each, list) or len(each) != 2 or type(each[0]) is not str or type(each[1]) is not int:
-            raise DamagedError("its path is no list of checkpoints")
+            raise DamagedError('its field "path" is not a list of [claim, step]')
         claim = claim_of(each[0])
         if claim is None:
-            raise DamagedError("its path is no list of checkpoints")
+            raise DamagedError('its field "path" is not a list of [claim, step]')
         yield TierCheckpoint(claim, each[1])

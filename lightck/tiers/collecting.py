@@ -168,7 +168,7 @@ class _Collection:
     def _reason(self, listing: Listing, claim: Claim, time: float) -> str:
         if listing.now - time < self.grace:
             return self._young_reason
-        return f"the process that made claim {claim} may still use them (--stopped: no such process runs)"
+        return f"the process that made claim {claim} may still use them (if no such process runs, pass --stopped)"
 
     @property
     def _young_reason(self) -> str:
@@ -201,9 +201,7 @@ class _Collection:
             if not may_collect(listing, claim, is_stopped=self.is_stopped, grace=self.grace):
                 continue
             if _may_be_resumed_from(self.store, listing, claim, contents):
-                reason = (
-                    "a training may continue from a pool that names it, and reads in it which checkpoints came before"
-                )
+                reason = "a resume from a pool may need it, because it lists the checkpoints that came before"
                 self.report_left(CLAIM, [claim_name(claim)], reason)
                 continue
             self.remove(CLAIM, [claim_name(claim)])

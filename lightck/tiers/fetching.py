@@ -198,7 +198,9 @@ def _commit(
     reader = PoolReader(container, path)
     stored = reader.checkpoint(manifest.record)
     if stored.header.incarnation != manifest.incarnation:
-        raise DamagedError("its manifest is of another incarnation")
+        raise DamagedError(
+            "its manifest in the tier and its manifest in the pool name different starts of the training (incarnations)"
+        )
     if verifies:
         stored.verify()
     with as_io_error(f"The pool {path!r} cannot be written"):

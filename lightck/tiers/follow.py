@@ -196,9 +196,9 @@ class Follower:
                     return
             if time.monotonic() >= until:
                 raise TierError(
-                    f"The drain of a training holds {self._pools.path}.drain still, after {self._wait_seconds:g} "
-                    "seconds. It sends the newest checkpoint itself when the training ends. Wait for longer (--wait), "
-                    "or end the training."
+                    f"After {self._wait_seconds:g} seconds the drain of a training (its process that sends to tiers) "
+                    f"still holds the lock {self._pools.path}.drain. It sends the newest checkpoint itself when the "
+                    "training ends. Wait for longer (--wait), or end the training."
                 )
             self._say(self._report.waiting, "waiting for the drain of a training, which sends the newest checkpoint")
             time.sleep(_LOCK_POLL_SECONDS)

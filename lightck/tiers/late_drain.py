@@ -292,8 +292,8 @@ class LateDrain:
         return SupersededError(
             f"The tier {str(self.store)!r} lacks step {lacking.step}, and a newer training has made the claim "
             f"{highest} there, so nothing more is sent below the claim {lacking.claim} of this checkpoint. The pool is "
-            "intact. Recovery takes what the newer training has sent, or the newest of the older ones if that is "
-            "nothing.",
+            "intact. A recovery from the tier takes the newest checkpoint of the newer training; as long as that has "
+            "sent none, the newest older one. To keep this step elsewhere: lightck copy POOL NEW.",
             went_on=file is not None and lacking in file.path,
         )
 

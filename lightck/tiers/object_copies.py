@@ -65,7 +65,9 @@ def content_of(store: Store, sent: SentObject) -> bytes | memoryview:
         raise DamagedError(f"its object {sent.name.content[:16]}... has {len(data)} bytes, not {sent.nbytes}")
     # The bytes of tensors verify by the pool's checksums, which is ten times as fast.
     if not sent.key and hashlib.sha256(data).hexdigest() != sent.name.content:
-        raise DamagedError(f"its object {sent.name.content[:16]}... does not match its name")
+        raise DamagedError(
+            f"the bytes of its object {sent.name.content[:16]}... do not match its name, which is their SHA-256"
+        )
     if sent.coding is None:
         return data
     try:
@@ -101,8 +103,8 @@ class Copies:
             return "no copy of it is there"
         return (
             f"its content is there, but {sent.coding.codec} on this machine compresses it to other bytes than when it "
-            "was sent, and these do not match the object's name. Repair with the release of the library "
-            "that was used then, or from a tier that holds the same object; or send the checkpoint again"
+            "was sent, and an object is named by the SHA-256 of its bytes. Repair with the release of the "
+            "library that was used then, or from a tier that holds the same object; or send the checkpoint again"
         )
 
     @cached_property

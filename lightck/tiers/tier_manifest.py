@@ -153,7 +153,7 @@ def parse(data: bytes, writer: Writer, step: int) -> TierManifest:
         raise DamagedError(f"its superblock cannot be read: {err}") from err
     record = CommitRecord.unpack(_hex(body, "record", COMMIT_RECORD_NBYTES), superblock.uuid)
     if record is None or record.step != step:
-        raise DamagedError("its commit record is of another step")
+        raise DamagedError("its commit record is damaged, or of another step")
     has_codecs = body["version"] == VERSION_WITH_CODECS
     objects = tuple(_object(each, writer, has_codecs=has_codecs) for each in _list(body, "objects"))
     manifest = TierManifest(
@@ -246,7 +246,7 @@ def _object(value: object, writer: Writer, *, has_codecs: bool) -> SentObject:
         raise DamagedError("an object in it is malformed")
     name = parse_name(f"{writer}/data/{value[0]}")
     if not isinstance(name, ObjectName) or len(value[2]) > 64:
-        raise DamagedError("an object in it has no name of an object")
+        raise DamagedError("an object in it has a malformed name or key")
     coding = parsed_coding(value[3], value[4], OBJECT_NBYTES_MAX) if len(value) == 5 else None
     found = SentObject(name, _number(value[1], "object", TABLE_NBYTES_MAX), value[2], coding)
     if coding is not None and found.nbytes >= coding.nbytes:

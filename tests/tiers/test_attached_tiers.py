@@ -990,7 +990,7 @@ def test_two_continuations_of_one_run_in_two_tiers_are_refused_by_name(tmp_path)
     assert continued(pool, [b], 5) == 2
     before = pool.read_bytes()
     for tiers in ([b, a], [a, b], [a]):
-        with pytest.raises(TierClaimedError, match=r"two continuations of one run.*leave the other tier out of tiers="):
+        with pytest.raises(TierClaimedError, match=r"two continuations of one run.*leave the tier with the other"):
             continued(pool, tiers, 1)
         assert pool.read_bytes() == before
     assert steps_in(tmp_path / "a") == [2, 3]

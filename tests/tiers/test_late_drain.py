@@ -188,7 +188,7 @@ def test_it_waits_for_the_drain_of_a_training_and_says_what_it_waits_for(tmp_pat
     status, _, err = called(pool, tier, "--wait", "0.2s")
     assert status == FAILED
     assert "waiting for the drain of a training" in err
-    assert "still, after 0.2 seconds" in err
+    assert "After 0.2 seconds the drain of a training" in err
     with subprocess.Popen(words(pool, tier), stdout=-1, stderr=-1, text=True) as process:
         assert "waiting" in process.stderr.readline()
         lock.release()
