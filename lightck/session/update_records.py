@@ -347,8 +347,8 @@ class UpdateRecords(StepListener):
         if is_checkpoint and self._n_full == FULL_MAX:
             log.warning(
                 "lightck: the last %d checkpoints stored the whole state, and not gradients alone; this one because "
-                "%s. So Gradients saves nothing here, and its pool and its memory are larger: use strategy=FullState() for "
-                "this training, or change the loop",
+                "%s. So Gradients saves nothing here, and its pool and its memory are larger: use strategy=FullState() "
+                "for this training, or change the loop",
                 FULL_MAX,
                 why_full.rstrip("."),
             )
