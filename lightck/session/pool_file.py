@@ -251,7 +251,7 @@ class PoolFile:
             strict=True,
             unused_is_drift=True,
         )
-        self.restored_incarnation = reader.checkpoint(checkpoint.record).header.incarnation
+        self.restored_incarnation = stored_checkpoint(reader, checkpoint.record).header.incarnation
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
