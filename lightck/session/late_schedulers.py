@@ -71,7 +71,7 @@ class LateSchedulers:
         """Return the number of options of each group, its learning rate (None for a tensor), and the counts of the
         saved schedulers."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
-        rates = [rate if type(rate := group.get("lr")) is float else None for group in groups]
+        rates: list[object] = [rate if type(rate := group.get("lr")) is float else None for group in groups]
         return [len(group) for group in groups], rates, step_counts(self._capture.objects.values())
 
     def _late(self) -> LRScheduler | None:

@@ -253,7 +253,7 @@ def test_a_checkpoint_that_the_training_has_struck_since_it_was_sent_is_not_fetc
     damage(pool, "model/0.weight", [4])
     status, found = call_json("repair", pool, "--from", tier)
     assert (status, found["step"]) == (OK, 4)
-    assert "struck" in found["rejected"][0]
+    assert "made this checkpoint unreadable" in found["rejected"][0]
 
 
 def test_a_damaged_pool_that_is_newer_than_the_tier_stays(tmp_path):
