@@ -425,8 +425,8 @@ class SessionLoader:
             self.loader.load_state_dict(copy.deepcopy(inner))
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
-                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). Another class or software "
-                "version saved it. Build the loader as it was, or begin the pass anew: session.loader(..., anew=True)."
+                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}), which another "
+                "class or release saved. Build it as it was, or begin the pass anew: session.loader(..., anew=True)."
             ) from error
 
     def _new_pass(self) -> Pass:
