@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import signal
@@ -87,5 +88,5 @@ def test_a_page_to_read_is_short(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_errors_that_a_page_names_exist(page):
-    for name in set(re.findall(r"\b[A-Z]\w+Error\b", page.read_text())) - set(dir(__builtins__)):
+    for name in set(re.findall(r"\b[A-Z]\w+Error\b", page.read_text())) - set(dir(builtins)):
         assert hasattr(lightck.errors, name), name
