@@ -436,7 +436,7 @@ class DrainProcess:
                 each.clear_failures()
         except (PoolError, UnsupportedError, DamagedError) as err:
             for each in left:
-                self._failed(each, f"The checkpoint cannot be read: {err}")
+                self._failed(each, f"The checkpoint cannot be read: {str(err).rstrip('.')}.")
         finally:
             if offered is not None and self._state.answered != offered:
                 self._answer(offered)
@@ -517,7 +517,7 @@ class DrainProcess:
             if not stored.owns_slot():
                 return False
             is_damage = isinstance(err, DamagedError)
-            self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
+            self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}." if is_damage else str(err))
             outlet.is_damage = is_damage
             return True
         generation, state, outlet.n_failures = stored.record.payload_generation, outlet.state, 0

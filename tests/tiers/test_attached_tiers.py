@@ -8,6 +8,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +23,13 @@ import pytest
 import torch
 from forked import ForkedProgram
 from noisy_training import Noisy
-from toys import adam, everything, in_child, net, on_small_tmpfs, same, train
+from toys import adam, damage, everything, in_child, net, on_small_tmpfs, same, train
 
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
     KeepError,
+    PoolError,
     PoolPathError,
     TierClaimedError,
     TierError,
@@ -35,13 +37,16 @@ from lightck.errors import (
 )
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.saved_by import saved_by
+from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import open_pool
 from lightck.ranks.directory import existing_pools
-from lightck.tiers import drain_link, drain_start
+from lightck.tiers import drain_link, drain_process, drain_start
 from lightck.tiers.candidates import candidates_of
 from lightck.tiers.claiming import read_claim
 from lightck.tiers.copying import copy_from_tier
 from lightck.tiers.decisions import complete
+from lightck.tiers.drain_messages import DrainSettings, TierSettings
+from lightck.tiers.drain_process import DrainProcess
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Writer
 from lightck.tiers.tier_manifest import read_manifest
@@ -1294,6 +1299,41 @@ def test_what_cannot_be_removed_is_reported_and_is_no_failure_to_send(tmp_path, 
     session.close()
     assert steps_in(tier) == [1, 2, 3]
     assert sum("were not removed" in each for each in caplog.messages) == 1
+
+
+def test_the_warning_of_a_damaged_checkpoint_has_whole_sentences(tmp_path, caplog):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 1)
+        (drain,) = drains()
+        os.kill(drain, signal.SIGSTOP)
+        train(model, optimizer, 1, start=1)
+        session.flush()
+        damage(tmp_path / "run.pool", "model/0.weight", [2])
+        os.kill(drain, signal.SIGCONT)
+        until(lambda: session.stats().tiers[0].error)
+        trained(session, model, optimizer, 1)
+    (warning,) = [each for each in caplog.messages if "Training goes on" in each]
+    assert "The checkpoint of step 2 is damaged: block 0 of 'model/0.weight' does not match its checksum. " in warning
+    assert warning.endswith("checksum. Training goes on, and the next attempt follows")
+
+
+@pytest.mark.parametrize("err", [DamagedError("its manifest cannot be read"), PoolError("Its file is too short.")])
+def test_the_warning_of_a_checkpoint_that_cannot_be_read_has_whole_sentences(monkeypatch, err):
+    """An error of the format ends without a full stop, an error of the pool ends with one."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    tier = TierSettings("/nowhere", None, None, None, None, None, has_parent=False)
+    settings = DrainSettings("/nowhere.pool", "000001-9f3a61c2", "test", None, (tier,), 1.0)
+    drain = DrainProcess(own, settings, os.getpid())
+
+    def fails(*_: object, **__: object) -> None:
+        raise err
+
+    monkeypatch.setattr(drain_process, "open_pool", fails)
+    with own, other:
+        drain._send(drain._outlets)
+    assert drain._outlets[0].state.error == f"The checkpoint cannot be read: {str(err).rstrip('.')}."
 
 
 def attached_with_tier_moved_away(tmp_path: Path) -> tuple[Path, Any, Any, lightck.Session]:
