@@ -431,7 +431,7 @@ class DrainLink:
             elif each.error is None and each.checkpoints and number in self._warned:
                 self._warned.discard(number)
                 self._raised.discard(number)
-                log.warning("lightck: checkpoints are sent to the tier %r again", self._tiers[number].path)
+                log.warning("lightck: nothing fails now: checkpoints are sent to the tier %r", self._tiers[number].path)
             if self._due.is_empty[number] and each.checkpoints and each.step is not None:  # the drain took it by itself
                 self._due.taken(number, each.step)
         if state.tiers:

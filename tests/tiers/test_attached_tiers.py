@@ -1301,6 +1301,24 @@ def test_what_cannot_be_removed_is_reported_and_is_no_failure_to_send(tmp_path, 
     assert sum("were not removed" in each for each in caplog.messages) == 1
 
 
+def test_a_removal_that_works_again_is_not_reported_as_sending_again(tmp_path, caplog):
+    """Every checkpoint was sent all the time, so the warning must not say that they are sent again."""
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1, keep_last=2)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    (claim,) = tier.glob("*/claim.json")
+    content = claim.read_text()
+    claim.write_text("{}")
+    trained(session, model, optimizer, 1)
+    claim.write_text(content)
+    trained(session, model, optimizer, 1)
+    session.close()
+    assert steps_in(tier) == [1, 2, 3]
+    assert "were not removed" in caplog.messages[0]
+    assert caplog.messages[1:] == [f"lightck: nothing fails now: checkpoints are sent to the tier {str(tier)!r}"]
+
+
 def test_the_warning_of_a_damaged_checkpoint_has_whole_sentences(tmp_path, caplog):
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
     with session:
