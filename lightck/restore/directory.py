@@ -104,8 +104,9 @@ def recover_readers(
     strict: bool,
     lazy: bool,
 ) -> Checkpoint:
-    """``recover`` for pools of a group (a tier) that are already open. Closes them; with ``lazy``, when the checkpoint
-    is closed. ``name``: their path or URL, for messages. Raises as ``recover`` does."""
+    """``recover`` for the pools of a group that were fetched from a tier, and are open already. Closes them; with
+    ``lazy``, when the checkpoint is closed. ``name``: path or URL of the tier, for messages. Raises as ``recover``
+    does."""
     with ExitStack() as stack:
         for reader in readers:
             stack.callback(reader.close)

@@ -1,10 +1,10 @@
 """The tensors of a checkpoint in a pool with gradient records, replayed to the checkpoint's step.
 
 Each unit starts from its newest copy (``unit_copies.py``), and the optimizer replays the updates after it
-(``replay.py``). After each of them one page of each tensor is compared with the checksum in that step's record (its
-*sentinel*, if the record has them). The first difference ends the replay. A replay that is not exact can still end
-without one, because each sentinel covers one page only. All else (buffers, small state) lies in the checkpoint's own
-record as it is.
+(``replay.py``). After each of them, one page of each tensor is compared with its *sentinel*: the checksum of this page
+in that step's record, if the record has sentinels. The first difference ends the replay. A replay that is not exact can
+still end without one, because each sentinel covers one page only. All else (buffers, small state) lies in the
+checkpoint's own record as it is.
 
 The residuals of ``TopK``, if they lie with the bases, cannot be replayed: gradients hold nothing of what was left out
 of them. They are taken from the copy of their unit as they are, and ``UnitsAtStep`` says of which step they are.
@@ -304,9 +304,9 @@ class _Sentinels:
                 self._expected[step] = {one.name: (one, crc) for one, crc in zip(homes, sentinels, strict=True)}
 
     def difference(self, unit: Unit, step: int, part: slice | None) -> str | None:
-        """Return what differs from the record of this step; None if nothing does. ``part``: the elements that have this
-        step, which are whole pages; None: all have it. Tensors of state that have another shape than the parameter are
-        compared with the first part."""
+        """Return what differs from the record of this step; None if nothing does. ``part``: the elements that the
+        replay has brought to this step, a slice that cuts no page; None: all elements. Tensors of state that have
+        another shape than the parameter are compared with the first part."""
         expected = self._expected.get(step)
         if expected is None:
             return None
@@ -322,7 +322,8 @@ class _Sentinels:
 
 
 def _is_in(part: slice | None, tensor: torch.Tensor, parameter: torch.Tensor, page: int) -> bool:
-    """Whether a page of a tensor of a unit has the step that the part has."""
+    """Whether a page of a tensor of a unit is compared with this part: the page begins in it, or the tensor has another
+    shape than the parameter and this is the first part."""
     if part is None:
         return True
     first = page * SENTINEL_PAGE // tensor.element_size() if tensor.shape == parameter.shape else 0
@@ -466,17 +467,17 @@ def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older
     for unit in older:
         for name, tensor in unit.tensors().items():
             entries[name], tensors[name] = _entry(name, tensor, known.get(name)), tensor
-    steps = dict[str, int | None]()
-    named = _residuals_in(checkpoint) if any(entry.role == "state" for entry in known.values()) else ()
-    of_unit = {unit.name: unit for unit in older}
-    for name in named:
-        unit_of_name = of_unit.get(unit_of(known[name])) if name in known else None
-        if unit_of_name is not None:
-            found = unit_of_name.residuals.get(name)
-            steps[name] = None if found is None else unit_of_name.step
+    older_residuals = dict[str, int | None]()
+    residual_names = _residuals_in(checkpoint) if any(entry.role == "state" for entry in known.values()) else ()
+    older_by_name = {unit.name: unit for unit in older}
+    for name in residual_names:
+        replayed_unit = older_by_name.get(unit_of(known[name])) if name in known else None
+        if replayed_unit is not None:
+            found = replayed_unit.residuals.get(name)
+            older_residuals[name] = None if found is None else replayed_unit.step
             entries[name] = known[name]
             tensors[name] = empty_for(known[name], "cpu").zero_() if found is None else found
-    return UnitsAtStep(entries, tensors, steps)
+    return UnitsAtStep(entries, tensors, older_residuals)
 
 
 def _residuals_in(checkpoint: GradientCheckpoint) -> list[str]:

@@ -3,8 +3,8 @@
 Random states are new. They follow from the run and the step; in ``attach`` also from the states that the script has
 set; in ``lightck reshard`` also from the number of the rank, unless all old ranks had the same random states. Positions
 in loaders are adapted (``dataloader/moved_position.py``). A rank that continues the part of one old rank (``key=None``)
-keeps that rank's random states, and its own positions. All else is that of the rank whose small state counts
-(``LogicalCheckpoint.state_position``); pipeline stages are merged (``stages.py``).
+keeps the random states of that rank, and its positions in loaders. All else is that of the rank whose small state
+counts (``LogicalCheckpoint.state_position``); pipeline stages are merged (``stages.py``).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ itself says. So a pool that continued from an old checkpoint, on a machine that 
 successor has sent, even if its step is larger. On a tie the pool is taken, because nothing must be fetched then.
 
 A reader of a single tier takes the checkpoints in the order of the claims below which they lie, and then of their
-steps. (Such a claim differs from the one that the checkpoint itself names only if ``lightck copy`` has sent the
-checkpoint: a copy of an older checkpoint lies below a newer claim.)
+steps. (A checkpoint lies below a newer claim than the one that it names if ``lightck copy`` has sent it, or if it is
+the one from which a training went on: the drain sends that at the end, if the tier lacks it.)
 
 A checkpoint of a group has one manifest for each rank. All ranks of one checkpoint have one incarnation, because they
 have agreed on it; parts that differ in it belong to different histories, and are never put together.
@@ -211,17 +211,17 @@ def _refuse_forked(newest: Sequence[Candidate], pool: str, in_pool: Order | None
 
 def _by_order(found: Iterator[Candidate]) -> Iterator[Candidate]:
     """Yield the checkpoints of one tier by their ``order``, newest first. ``found`` yields them by the claim below
-    which they lie, so only those that ``lightck copy`` has sent come too early. They wait for their turn here."""
-    copied: list[Candidate] = []
+    which they lie, so those that name another claim may come too early. They wait for their turn here."""
+    waiting: list[Candidate] = []
     for each in found:
         if each.order.claim != each.checkpoint.claim:
-            copied.append(each)
+            waiting.append(each)
             continue
-        newer = [one for one in copied if one.order > each.order]
-        copied = [one for one in copied if one not in newer]
+        newer = [one for one in waiting if one.order > each.order]
+        waiting = [one for one in waiting if one not in newer]
         yield from sorted(newer, key=lambda one: one.order, reverse=True)
         yield each
-    yield from sorted(copied, key=lambda one: one.order, reverse=True)
+    yield from sorted(waiting, key=lambda one: one.order, reverse=True)
 
 
 def _advance(found: Iterator[Candidate], heads: list[tuple[Candidate, Iterator[Candidate]]]) -> None:

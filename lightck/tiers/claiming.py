@@ -1,4 +1,5 @@
-"""Claim a tier: from then on this process, and no other, writes below the claim.
+"""Claim a tier: from then on only this process, or the drains of its training, write below the claim. (When these
+drains have ended, ``lightck drain`` may do so too.)
 
     list; put a claim with the next number and a random tag; list: is it the highest? Else wait for a random time, and
     try again
@@ -45,7 +46,7 @@ class ClaimFile:
         return json.dumps(body, separators=(",", ":")).encode()
 
 
-def release() -> str:
+def lightck_release() -> str:
     """Return the release of lightck. (It is read from ``sys.modules``, because no room imports the root package.)"""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
@@ -172,8 +173,8 @@ def _paths(
             _path_to_newest(store, listing, resume_point.step) for store, listing in zip(stores, listings, strict=True)
         ]
     parent = TierCheckpoint(resume_point.claim, resume_point.step)
-    having = [store for store, listing in zip(stores, listings, strict=True) if parent.claim in listing.claims]
-    return [_path_to(having[0], parent) if having else (parent,)] * len(stores)
+    with_claim = [store for store, listing in zip(stores, listings, strict=True) if parent.claim in listing.claims]
+    return [_path_to(with_claim[0], parent) if with_claim else (parent,)] * len(stores)
 
 
 def _path_to_newest(store: Store, listing: Listing, step_max: int) -> tuple[TierCheckpoint, ...]:
@@ -213,10 +214,11 @@ def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
 def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: str) -> None:
     """Raise ``TierClaimedError`` if neither of two trainings has replaced the other: the one that saved the newest
     checkpoint of a pool, and the one that sent a checkpoint of a tier. ``in_pool``, ``in_tier``: the claims that the
-    two checkpoints name. There are two cases. Either both trainings began anew. (Both have one run id if the second one
-    claimed the tier before the first had sent anything.) Or the training of the pool neither claimed this tier nor is
-    on the path of ``in_tier``: then the numbers of the two claims do not say which is newer. Nothing is raised if the
-    file of ``in_tier`` is gone, or if a path was cut, because then this cannot be known."""
+    two checkpoints name. There are two cases. Either both trainings began anew. (Two run ids are refused before. But
+    the second training has the run id of the first if it claimed the tier before the first had sent anything:
+    ``run_of_new_training``.) Or the training of the pool neither claimed this tier nor is on the path of ``in_tier``:
+    then the numbers of the two claims do not say which is newer. Nothing is raised if the file of ``in_tier`` is gone,
+    or if a path was cut, because then this cannot be known."""
     if _is_other_branch(store, in_pool, in_tier):
         raise forked_error(pool, in_pool, f"the tier {str(store)!r}", in_tier)
     histories = []

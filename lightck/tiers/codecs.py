@@ -1,7 +1,8 @@
 """Compress the objects of a tier.
 
-    shuffle       the first bytes of all elements are put together, then the second bytes, and so on (for lz4 single
-                  bits), because neighbours in a tensor have similar signs and exponents (``native/src/shuffle.c``)
+    shuffle       the first bytes of all elements are put together, then the second bytes, and so on (for lz4 the bits
+                  instead of the bytes), because neighbours in a tensor have similar signs and exponents
+                  (``native/src/shuffle.c``)
     compress      the whole piece: one frame of zstd at level 1, or one block of lz4
     compare       a piece that does not get smaller is stored as it is
 

@@ -1,4 +1,6 @@
-"""``lightck copy``: one checkpoint of a pool into a tier, or one of a tier into a new pool."""
+"""``lightck copy``: one checkpoint of a pool into a tier, or one of a tier into a new pool (the checkpoint of a group:
+into a new directory with a pool for each rank).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def copy_to_tier(
     sender = pool_sender(pool, tier, written_by, options=options, bytes_per_second=bytes_per_second, codec=codec)
     before = open_store(tier, options).listing()
     copied = sender.send(step, progress)
-    assert copied is not None, "nothing was sent before"
+    assert copied is not None, "this sender has sent nothing before"
     return replace(copied, notes=_notes_on_larger_steps(before, copied.step))
 
 
@@ -78,8 +80,9 @@ def copy_from_tier(
     progress: Progress,
     options: Options | None = None,
 ) -> Copied:
-    """Make a pool from the newest complete checkpoint of a tier that verifies, or from that of ``step``. Raises
-    ``PoolError`` and ``TierError``."""
+    """Make a pool from the newest complete checkpoint of a tier that verifies, or from that of ``step``. If a group of
+    ranks has sent it, make a directory at ``pool``, with a pool for each rank. Raises ``PoolError`` and
+    ``TierError``."""
     store, path = open_store(tier, options), pool_path(pool)
     refuse_existing_pool(path)
     listing = store.listing()
@@ -97,7 +100,7 @@ def copy_from_tier(
         except DamagedError as err:
             rejected.append(Rejected(checkpoint, str(err)))
             continue
-        remarks = (*map(str, rejected), *_notes_on_older(listing, checkpoint))
+        remarks = (*map(str, rejected), *_remarks_on_older(listing, checkpoint))
         notes = () if step is None else _notes_on_newer(listing, checkpoint)
         return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks, notes)
     raise none_intact_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
@@ -144,9 +147,9 @@ def _notes_on_larger_steps(before: Listing, sent: int) -> tuple[str, ...]:
     )
 
 
-def _notes_on_older(listing: Listing, taken: TierCheckpoint) -> list[str]:
-    """Return a note on each older checkpoint that a reader may have expected in place of ``taken``, because its step is
-    the same or a larger one."""
+def _remarks_on_older(listing: Listing, taken: TierCheckpoint) -> list[str]:
+    """Return a remark on each older checkpoint that a reader may have expected in place of ``taken``, because its step
+    is the same or a larger one."""
     older = sorted(each for each in complete(listing) if each < taken and each.step >= taken.step)
     return [
         f"step {each.step} of claim {each.claim}: step {taken.step} was sent after it, under claim {taken.claim}"

@@ -27,7 +27,7 @@ from dataclasses import replace
 from lightck.errors import TierClaimedError, TierError
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
-from lightck.tiers.claiming import ResumePoint, release
+from lightck.tiers.claiming import ResumePoint, lightck_release
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
@@ -58,7 +58,7 @@ _CLOSING_SECONDS_MIN = 1.0
 
 
 class DrainLink:
-    """The tiers of one drain. All methods are called on the training thread."""
+    """The tiers of one drain. All methods but ``is_ready`` and ``ask_for_newest`` are called on the training thread."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class DrainLink:
         self._settings = DrainSettings(
             self._pool,
             claimed.claim,
-            release(),
+            lightck_release(),
             parent,
             tuple(
                 TierSettings.of(tier, has_parent=is_there)
@@ -465,7 +465,7 @@ class DrainLink:
         handle.let_go()
         self._handle = None
         self._is_offered = False
-        self._start_again(handle.end)
+        self._start_again(handle.end_reason)
 
     def _start_again(self, reason: str) -> None:
         """Start a drain in place of one that has ended."""

@@ -64,7 +64,7 @@ class DrainLock:
         if self._fd < 0:
             return False
         with contextlib.suppress(OSError):
-            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _record(fcntl.F_WRLCK, number + 1))
+            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _flock_struct(fcntl.F_WRLCK, number + 1))
             return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
         return False
 
@@ -81,12 +81,12 @@ class DrainLock:
 def _try_lock(fd: int, kind: int, byte: int) -> bool:
     """Lock a byte of an open file. Returns False if another one has it locked."""
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(kind, byte))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock_struct(kind, byte))
     except OSError as err:
         return err.errno in _NO_LOCKS
     return True
 
 
-def _record(kind: int, byte: int) -> bytes:
+def _flock_struct(kind: int, byte: int) -> bytes:
     """Return a ``struct flock`` for one byte."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)

@@ -6,8 +6,8 @@
     wait         for an offer, for the time of a tier, or for the end of the training
     hold, send   the checkpoint to each tier for which it is due, one after the other, compressed if the tier says so
                  (``sending.py``)
-    feed         an object store that has a drain of its own: what lies in a folder is sent to it, and the pool is left
-                 alone (``feeding.py``)
+    feed         an object store that has a drain of its own: what lies in a folder is sent to it. The pool is read
+                 only if the folder gives nothing usable, after a signal, and at the end (``feeding.py``)
     pace         at the rate of a tier, until a signal has come or the training was killed
     retain       remove from the tier what need not stay (``decisions.py``)
     end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
@@ -148,8 +148,8 @@ class DrainProcess:
             lock.release()
 
     def terminated(self, number: int, _: object = None) -> None:
-        """Handle SIGTERM and other signals, which a container or a batch system sends to all processes, and after some
-        seconds SIGKILL: send the newest checkpoint now, and go on. The second one ends the process, if it comes after
+        """Handle SIGTERM and the other signals that a container or a batch system sends to all processes some seconds
+        before SIGKILL: send the newest checkpoint now, and go on. A later signal ends this process if it comes after
         the grace that the training has named."""
         now = time.monotonic()
         if self._signalled_at is None:

@@ -1,7 +1,7 @@
 """What a drain reports of what it has read again, and what the training does about it.
 
     warn      of each text once
-    count     in ``Stats``, over all drains of the session
+    count     in ``Stats``: what this drain has read again, and those that were killed before it
     use       the slot of a damaged checkpoint next (``PoolWriter.reuse_damaged``)
 
 The writer learns of damaged slots before a slot is chosen, and after each commit.
@@ -28,7 +28,7 @@ class DrainReports:
     chosen. It refuses no commit, and holds no slot."""
 
     def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
-        """``read``: reads what the drain has said since."""
+        """``read``: reads the messages of the drain that have arrived since the last call."""
         self._meter, self._read = meter, read
         self._before = Reread()
         self._n_seen = 0

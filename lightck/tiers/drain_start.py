@@ -31,7 +31,7 @@ _PROGRAM = f"from {DRAIN_MODULE} import main; main(0)"
 _BEGIN_SECONDS_MAX = 2.0
 _END_SECONDS = 2.0
 """How long a process that is done may take to end."""
-_connections: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
+_open_handles: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
 _running: list[subprocess.Popen[bytes]] = []
 """Processes that were let go, and that may run on."""
 
@@ -60,7 +60,7 @@ class DrainHandle:
             raise _cannot_start(err.strerror, err.errno) from err
         finally:
             other.close()
-        _connections.add(self)
+        _open_handles.add(self)
         send_message(self._connection, settings.packed(), wait=True)
 
     def send(self, message: dict[str, object]) -> bool:
@@ -96,7 +96,7 @@ class DrainHandle:
         return True
 
     @property
-    def end(self) -> str:
+    def end_reason(self) -> str:
         """Why the process has ended."""
         code = None if self._process is None else self._process.returncode
         if self.state.fatal is not None:
@@ -107,7 +107,7 @@ class DrainHandle:
 
     def let_go(self) -> None:
         """End the connection. The process sends the newest checkpoint, and ends by itself."""
-        _connections.discard(self)
+        _open_handles.discard(self)
         self._connection.close()
         if self._process is not None and not self.has_ended(_END_SECONDS if self.state.is_done else 0.0):
             _running.append(self._process)
@@ -150,9 +150,9 @@ def _cannot_start(reason: str | None, code: int | None) -> TierError:
 
 
 def _close_in_child() -> None:
-    for each in list(_connections):
+    for each in list(_open_handles):
         each.close_in_child()
-    _connections.clear()
+    _open_handles.clear()
     _forget_running()
 
 

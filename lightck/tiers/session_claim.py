@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightck.errors import TierClaimedError
-from lightck.tiers.claiming import ResumePoint, claim_tiers, read_claim, release
+from lightck.tiers.claiming import ResumePoint, claim_tiers, lightck_release, read_claim
 from lightck.tiers.decisions import Listing, complete
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.store import Store
@@ -59,7 +59,7 @@ def claim_for_session(stores: Sequence[Store], run: str, resume_point: ResumePoi
     """Claim all tiers for the run. ``resume_point``: None for a new run. Raises ``TierError``."""
     for store in stores:
         store.refuse_foreign_contents()
-    claim = claim_tiers(stores, run, release(), resume_point)
+    claim = claim_tiers(stores, run, lightck_release(), resume_point)
     parent, step = None, 0
     if resume_point is not None:
         parent = None if resume_point.claim is None else TierCheckpoint(resume_point.claim, resume_point.step)

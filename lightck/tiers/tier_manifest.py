@@ -92,7 +92,8 @@ class TierManifest:
     """Release of lightck."""
     claim: str
     """The claim that the checkpoint itself names (``pool/format/saved_by.py``); empty if it names none. It need not be
-    the one below which the manifest lies: ``lightck copy`` makes claims that the training does not know."""
+    the one below which the manifest lies: ``lightck copy`` makes claims that the training does not know, and a drain
+    may send the checkpoint from which its training went on."""
     incarnation: int
     superblock: bytes
     record: CommitRecord
