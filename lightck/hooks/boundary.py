@@ -23,7 +23,8 @@ class Boundary:
         self.iteration = iteration
         """Number of iterations of the loop that have ended."""
         self.explicit = explicit
-        """Whether ``end_step()`` was ever called. If so, only ``_BY_USER`` events close a checkpoint."""
+        """Whether ``end_step()`` was ever called, or will be called after each step. If so, only ``_BY_USER`` events
+        close a checkpoint."""
         self._closed = step
         """Step of the last closed checkpoint."""
         self._updates: dict[int, int] = {}

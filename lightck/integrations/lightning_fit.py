@@ -294,6 +294,8 @@ class Fit:
             **options,
         )
         self._early_stops = callbacks.early_stops(trainer)  # again, because a resume restores them
+        if not self.module.automatic_optimization:
+            self.session._expect_end_step()  # the first batch too may make several updates
         if not (self.session.done and trainer.fit_loop.done):
             self._wrap_loaders()
             return

@@ -118,7 +118,7 @@ class SavedWatch:
         """``end_step()`` was called. Returns whether the call counts as an update: it does if no optimizer is
         followed."""
         self._end_steps += 1
-        if self._end_steps > 1:  # before the first call, other events close checkpoints
+        if self._boundary.explicit:  # before the first call, other events may close checkpoints
             self._longest_interval = max(self._longest_interval, self._boundary.most_pending)
         self._idle_end_steps += 1
         if not self._boundary.n_optimizers and self._end_steps == 1:

@@ -436,6 +436,11 @@ class Session:
 
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _expect_end_step(self) -> None:
+        """Let only ``end_step``, ``flush`` and ``close`` be boundaries, before the first call too: for an integration
+        that calls ``end_step`` after each step."""
+        self._steps.boundary.explicit = True
+
     def _check_usable(self) -> None:
         if not self.is_open:
             raise SessionError("This session is closed, and its pool is released. Attach again to go on.")

@@ -1,0 +1,92 @@
+"""What the next fit of Lightning makes of a pool: steps of several updates, other settings, and files of Lightning."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import in_child, killed_child, same
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("quiet_lightning")]
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from torch import nn  # noqa: E402
+from toys import everything  # noqa: E402
+
+from integrations.lightning_programs import trainer_of  # noqa: E402
+from lightck.integrations.lightning import LightckCallback  # noqa: E402
+
+
+class Kills(Callback):
+    """Kills the process after the updates of a batch, and before the next batch."""
+
+    def __init__(self, after: int) -> None:
+        self._n_left = after
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._n_left -= 1
+        if not self._n_left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fitted(folder: Path, pool: Path | None, *others: Callback, module: Any = None, **given: Any) -> Any:
+    """Fit without a validation. Returns tensors, number of updates and random state. ``given``: settings of the
+    Trainer, ``ckpt_path`` for ``fit``."""
+    ckpt_path = given.pop("ckpt_path", None)
+    ours = [] if pool is None else [LightckCallback(pool, **given.pop("options", {}))]
+    settings = {"limit_val_batches": 0, "max_epochs": 1, **given}
+    trainer, plain, data = trainer_of("plain", folder, *ours, *others, **settings)
+    module = module or plain
+    trainer.fit(module, **data, ckpt_path=ckpt_path)
+    return everything(module, *trainer.optimizers), trainer.global_step, torch.get_rng_state()
+
+
+# -- several updates in a batch ----------------------------------------------------------------------------------------
+
+
+class CriticTwice(pl.LightningModule):
+    """For each batch, a generator makes one update, and a critic two."""
+
+    def __init__(self, toggles: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self._toggles = False, toggles
+        self.generator, self.critic = nn.Linear(3, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        g, c = self.optimizers()
+        self._update(g, lambda: -self.critic(self._fake()).mean())
+        for _ in range(2):
+            self._update(c, lambda: self.critic(self._fake().detach()).mean() - self.critic(batch[0]).mean())
+
+    def _fake(self) -> torch.Tensor:
+        return self.generator(torch.randn(4, 3))
+
+    def _update(self, optimizer: Any, loss: Any) -> None:
+        if self._toggles:
+            self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss())
+        optimizer.step()
+        if self._toggles:
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(one.parameters(), 1e-3) for one in (self.generator, self.critic)]
+
+
+@pytest.mark.parametrize("toggles", [True, False])
+def test_a_kill_in_the_first_batch_of_several_updates_loses_none_of_them(toggles, folder, pool):
+    def fit(where: Path | None, *others: Callback) -> Any:
+        return fitted(folder / "out", where, *others, module=CriticTwice(toggles))
+
+    expected = in_child(lambda: fit(None))
+    killed_child(lambda: fit(pool, Kills(1)))
+    killed_child(lambda: fit(pool, Kills(3)))
+    killed_child(lambda: fit(pool, Kills(1)))
+    assert same(in_child(lambda: fit(pool)), expected)
