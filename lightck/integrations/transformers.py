@@ -265,6 +265,8 @@ class TrainerSession:
         self.callbacks = CallbackStates(trainer)
         self.attributes = attributes_of(trainer)
         self._resume, self._options = resume, dict(options)
+        self._discards_pool = False
+        """Whether the present ``train()`` loads a checkpoint of the Trainer's own, so that the pool begins anew."""
         self._session_loader: Any = None
         self._progress = Progress(self)
         self._folder: str | None = None
@@ -303,7 +305,7 @@ class TrainerSession:
             )
         if self.session is not None and self.session.is_open:
             raise SessionError("train() is running already.")
-        step = self._look()
+        step, self._discards_pool = self._look(), False
         if resume_from_checkpoint:
             self._prefer_trainer_checkpoint(resume_from_checkpoint, step)
             return self._run(train, resume_from_checkpoint, kwargs)
@@ -369,7 +371,7 @@ class TrainerSession:
                 "pass overwrite=True to attach to discard what the pool holds."
             )
         self.found = None
-        self._options["overwrite"] = True
+        self._discards_pool = True
         log.warning(
             "lightck: the training continues from the Trainer's checkpoint %s, as resume_from_checkpoint says. The "
             "pool %s begins anew there",
@@ -422,6 +424,8 @@ class TrainerSession:
     def begin(self) -> None:
         """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
         trainer, options = self.trainer, dict(self._options)
+        if self._discards_pool:
+            options["overwrite"] = True
         state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
         if not isinstance(trainer.lr_scheduler, LRScheduler):  # as GreedyLR; LRSchedulers are found by attach
             state.setdefault("scheduler", trainer.lr_scheduler)

@@ -253,6 +253,33 @@ def test_a_pool_that_is_ahead_is_not_discarded(kind, folder, pool):
     assert lightck.recover(pool).step == 8
 
 
+class Begins(TrainerCallback):
+    """Notes at which step each update begins."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._steps.append(state.global_step)
+
+
+def test_a_train_that_cannot_load_the_trainers_checkpoint_leaves_the_pool_to_the_next_one(folder, pool):
+    saved = folder / "out" / "checkpoint-5"
+
+    def twice() -> Any:
+        run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=5)
+        (saved / "model.safetensors").write_bytes(b"half")
+        begun: list[int] = []
+        trainer = trainer_of("plain", folder / "out", Begins(begun), max_steps=8)
+        integration.attach(trainer, pool)
+        with pytest.raises(Exception, match="header"):
+            trainer.train(resume_from_checkpoint=str(saved))
+        trainer.train()
+        return begun, lightck.recover(pool).step
+
+    assert in_child(twice) == ([5, 6, 7], 8)
+
+
 # -- what is refused, and warnings -------------------------------------------------------------------------------------
 
 
