@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import transformers
 
-from lightck.errors import UnsupportedError
+from lightck.errors import SessionError, UnsupportedError
 
 _KEEPS_INPUTS = "_buffered_inputs"
 """Attribute of TRL's trainers that train several times on inputs that they keep (GRPO, RLOO, distillation)."""
@@ -51,4 +54,20 @@ def refuse_arguments(trainer: transformers.Trainer) -> None:
             raise UnsupportedError(
                 f"TrainingArguments({name}=...) cannot be used with lightck: {reason}. Leave the argument out, or use "
                 "the checkpoints of the Trainer itself."
+            )
+
+
+def refuse_other_batches(saved: Mapping[str, Any], args: transformers.TrainingArguments, path: str) -> None:
+    """Raise ``SessionError`` if an update of the run before had another number of batches, or its batches another size.
+    (An epoch may have the same number of updates all the same.) Pools of earlier releases do not say it."""
+    for key, name, now in (
+        ("batches_per_update", "gradient_accumulation_steps", args.gradient_accumulation_steps),
+        ("batch_size", "per_device_train_batch_size", args.train_batch_size),
+    ):
+        before = saved.get(key, now)
+        if before != now:
+            raise SessionError(
+                f"This Trainer has {name}={now}, and the run in the pool {path!r} had {before}, so the Trainer cannot "
+                f"find its place. Give {name}={before}, or begin another pool with its weights: "
+                "lightck.recover(path, model)."
             )

@@ -68,7 +68,7 @@ from lightck.integrations.replacing import replace
 from lightck.integrations.trainer_attributes import assigned_by_transformers, attributes_of
 from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import TrainLoader, skipping
-from lightck.integrations.trainer_refusals import refuse_arguments, refuse_hidden_state
+from lightck.integrations.trainer_refusals import refuse_arguments, refuse_hidden_state, refuse_other_batches
 from lightck.integrations.trainer_state import EncodedState
 from lightck.integrations.unfinished import close_unfinished
 
@@ -179,6 +179,8 @@ class Progress:
             "begun_epoch": owner.begun_epoch,
             "updates_before_epoch": owner.updates_before_epoch,
             "updates_per_epoch": owner.updates_per_epoch,
+            "batches_per_update": trainer.args.gradient_accumulation_steps,
+            "batch_size": trainer.args.train_batch_size,
             "tr_loss": trainer._tr_loss,
             "total_loss_scalar": trainer._total_loss_scalar,
             "globalstep_last_logged": trainer._globalstep_last_logged,
@@ -296,8 +298,11 @@ class TrainerSession:
         train: Callable[..., Any],
         resume_from_checkpoint: _Checkpoint | None = None,
         trial: object = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if args:
+            train = functools.partial(_with_positional, train, trial, args)
         if trial is not None:
             raise UnsupportedError(
                 "A hyperparameter search trains several models, and a pool holds one training. Attach to a Trainer "
@@ -526,6 +531,7 @@ class TrainerSession:
                 "gradient_accumulation_steps and number of ranks of that run, or begin another pool with its weights: "
                 "lightck.recover(path, model)."
             )
+        refuse_other_batches(self.found, self.trainer.args, self.path)
         if self.updates_per_epoch is not None:
             return epoch, n_batches
         n_updates = self.trainer.state.global_step - self.found["updates_before_epoch"]
@@ -573,6 +579,11 @@ def _groups_of(trainer: Any) -> list[dict[str, Any]]:
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of what a group of an optimizer has beside its parameters and other tensors."""
     return {k: copy.deepcopy(one) for k, one in group.items() if k != "params" and not isinstance(one, Tensor)}
+
+
+def _with_positional(train: Callable[..., Any], trial: object, args: tuple[Any, ...], **kwargs: Any) -> Any:
+    """Call ``train`` with the arguments that come by position behind the first one (``ignore_keys_for_eval``)."""
+    return train(kwargs.pop("resume_from_checkpoint"), trial, *args, **kwargs)
 
 
 def _load_nothing(*_: Any, **__: Any) -> None:

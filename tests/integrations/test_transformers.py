@@ -413,6 +413,50 @@ def test_a_restart_with_epochs_of_another_length_is_refused(changed, folder, poo
     assert "the run in the pool" in in_child(restarted)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "now"), [("gradient_accumulation_steps", 6, 5), ("per_device_train_batch_size", 13, 15)]
+)
+def test_a_restart_with_other_batches_is_refused_though_an_epoch_has_as_many_updates(name, before, now, folder, pool):
+    def restarted() -> str:
+        run("plain", folder / "out", pool, **{"max_steps": 1, name: before})
+        step = lightck.recover(pool).step
+        with pytest.raises(SessionError) as raised:
+            run("plain", folder / "out", pool, **{"max_steps": 2, name: now})
+        assert lightck.recover(pool).step == step
+        return str(raised.value)
+
+    message = in_child(restarted)
+    assert f"{name}={now}, and the run in the pool" in message
+    assert f"had {before}, so" in message
+
+
+def test_a_pool_that_does_not_say_the_size_of_batches_goes_on(folder, pool, monkeypatch, caplog):
+    now = integration.Progress.state_dict
+
+    def restarted() -> Any:
+        with monkeypatch.context() as earlier:
+            new = ("batches_per_update", "batch_size")
+            earlier.setattr(
+                integration.Progress, "state_dict", lambda one: {k: v for k, v in now(one).items() if k not in new}
+            )
+            run("plain", folder / "out", pool, max_steps=4)
+        return run("plain", folder / "out", pool, max_steps=6)["step"], caplog.text
+
+    step, logged = in_child(restarted)
+    assert step == 6
+    assert "differ" not in logged
+
+
+def test_arguments_of_train_may_be_given_by_position(folder, pool):
+    def trained() -> int:
+        trainer = trainer_of("plain", folder / "out", max_steps=2, eval_strategy="steps", eval_steps=1)
+        integration.attach(trainer, pool)
+        trainer.train(None, None, ["logits"])
+        return trainer.state.global_step
+
+    assert in_child(trained) == 2
+
+
 def test_a_search_is_refused(folder, pool):
     trainer = trainer_of("plain", folder / "out")
     integration.attach(trainer, pool)
