@@ -516,7 +516,7 @@ class Fit:
         if self._lookahead is not None:
             is_last = self._lookahead.gave_last
         else:
-            is_last = loop.epoch_loop.batch_progress.current.ready == len(loop._combined_loader.flattened[0])
+            is_last = iterators[0].has_given_all  # Lightning's counter differs from this after ckpt_path of mid-epoch
         if is_last:
             next(iterators[0], None)
             self.pass_has_ended = True

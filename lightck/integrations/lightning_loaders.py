@@ -44,7 +44,7 @@ class TrainLoader(_Replacement):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            return Batches(iter(self._session_loader), self._before_next)
+            return Batches(iter(self._session_loader), self._session_loader, self._before_next)
         except LightckError:
             self._on_error()
             raise
@@ -53,8 +53,14 @@ class TrainLoader(_Replacement):
 class Batches(Iterator[Any]):
     """The iterator of one pass over a `TrainLoader`."""
 
-    def __init__(self, batches: Iterator[Any], before_next: Callable[[], None]) -> None:
-        self._batches, self._before_next = batches, before_next
+    def __init__(self, batches: Iterator[Any], session_loader: Any, before_next: Callable[[], None]) -> None:
+        self._batches, self._session_loader, self._before_next = batches, session_loader, before_next
+
+    @property
+    def has_given_all(self) -> bool:
+        """Whether the pass has given as many batches as the loader has. (Its end is seen only by one more ``next()``.)"""
+        present = self._session_loader.current_pass
+        return present is not None and present.state.given == len(self._session_loader)
 
     def __next__(self) -> Any:
         self._before_next()

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("quiet_lightning")
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl  # noqa: E402
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
 from torch import nn  # noqa: E402
 from toys import everything  # noqa: E402
 
@@ -90,3 +90,30 @@ def test_a_kill_in_the_first_batch_of_several_updates_loses_none_of_them(toggles
     killed_child(lambda: fit(pool, Kills(3)))
     killed_child(lambda: fit(pool, Kills(1)))
     assert same(in_child(lambda: fit(pool)), expected)
+
+
+# -- a checkpoint of Lightning -----------------------------------------------------------------------------------------
+
+
+class BatchesOf(Callback):
+    """Counts the batches of each epoch."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.counts[trainer.current_epoch] = self.counts.get(trainer.current_epoch, 0) + 1
+
+
+def test_more_epochs_after_a_checkpoint_of_mid_epoch_are_whole(folder, pool, caplog):
+    def longer() -> Any:
+        fitted(folder / "out", None, ModelCheckpoint(folder / "saved", filename="saved", every_n_train_steps=6))
+        first, second = BatchesOf(), BatchesOf()
+        fitted(folder / "out", pool, first, ckpt_path=folder / "saved" / "saved.ckpt")
+        fitted(folder / "out", pool, second, max_epochs=3)
+        return first.counts, second.counts, caplog.text
+
+    first, second, logged = in_child(longer)
+    assert first == {0: 4}
+    assert {epoch: second[epoch] for epoch in (1, 2)} == {1: 10, 2: 10}
+    assert "in the middle of an iteration" not in logged
