@@ -17,17 +17,19 @@ import logging
 import textwrap
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 log = logging.getLogger("lightck")
 ITEMS_MAX = 20_000
 BYTES_MAX = 1 << 26
 WATCHED_MAX = 50
-"""Of a value that cannot be saved, only this number of items or attributes is watched for changes."""
+"""Of a value that cannot be saved, only this number of items or attributes is watched for changes; of a module, this
+number of parameters and persistent buffers."""
 _SAVED_ELSEWHERE = frozenset(
     {
         *("Trainer", "TrainerState", "TrainerControl"),
@@ -44,29 +46,42 @@ _DICTS = (dict, OrderedDict, Counter)
 class ChangedAttributes:
     """The plain attributes of one object that its own code assigns."""
 
-    def __init__(self, owner: Any, known: Collection[str] = (), *, only: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        known: Collection[str] = (),
+        *,
+        only: Collection[str] | None = None,
+        trained: torch.nn.Module | None = None,
+    ) -> None:
         """``known``: names of attributes that the framework's code assigns; they are ignored. ``only``: names of the
-        only attributes that are not ignored."""
-        self._owner, self._known, self._only = owner, frozenset(known), only
+        only attributes that are not ignored. ``trained``: the model. What an attribute has of it is saved elsewhere."""
+        self._owner, self._known, self._only, self._trained = owner, frozenset(known), only, trained
+        self._saved_elsewhere: frozenset[int] = frozenset()
+        """Ids of the model's modules and parameters."""
         self._before: dict[str, object] = {}
         self._restored: dict[str, Any] = {}
         self._warned: set[str] = set()
 
     def watch(self) -> None:
         """Remember what the attributes are before the training."""
-        self._before = {name: _mark(value)[1] for name, value in self._own()}
+        if self._trained is not None:
+            self._saved_elsewhere = frozenset(map(id, (*self._trained.modules(), *self._trained.parameters())))
+        self._before = {name: self._mark(value)[1] for name, value in self._own()}
 
     def changed(self) -> dict[str, Any]:
         """Return what the training has changed. The tensors share memory with those of the object."""
         found: dict[str, Any] = {}
         for name, value in self._own():
-            is_plain, mark = _mark(value)
-            if name not in self._restored and self._before.get(name) == mark:
+            is_plain, mark = self._mark(value)
+            if mark is None or (name not in self._restored and self._before.get(name) == mark):
                 continue
             if is_plain:
                 found[name] = _plain(value)
             elif name in self._before or not (isinstance(value, torch.nn.Module) or has_class(value, _SAVED_ELSEWHERE)):
                 self._warn(name)
+            elif isinstance(value, torch.nn.Module):
+                self._before[name] = mark  # a module that code at the beginning of the run has made
         return found
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -78,6 +93,14 @@ class ChangedAttributes:
         """Set the saved attributes again, because code at the beginning of a run may have overwritten them."""
         for name, value in self._restored.items():
             setattr(self._owner, name, filled(getattr(self._owner, name, None), value))
+
+    def _mark(self, value: Any) -> tuple[bool, object]:
+        """Return whether the value is plain and not too large, and something that differs if it has changed. None: it
+        is a part of the model, or a module that has one."""
+        try:
+            return True, _mark_of(value, [ITEMS_MAX, BYTES_MAX])
+        except (TypeError, RecursionError):
+            return False, _mark_of_object(value, self._saved_elsewhere)
 
     def _own(self) -> list[tuple[str, Any]]:
         return [(name, value) for name, value in vars(self._owner).items() if self._is_own(name)]
@@ -133,22 +156,15 @@ class TensorMark:
         return hash((self._id, self._version))
 
 
-def _mark(value: Any) -> tuple[bool, object]:
-    """Return whether the value is plain and not too large, and something that differs if it has changed."""
-    budget = [ITEMS_MAX, BYTES_MAX]
-    try:
-        return True, _mark_of(value, budget)
-    except (TypeError, RecursionError):
-        return False, _mark_of_object(value)
-
-
-def _mark_of_object(value: Any, depth: int = 3) -> object:
+def _mark_of_object(value: Any, saved_elsewhere: frozenset[int], depth: int = 3) -> object:
     """Return a mark of a value that is not saved. It shows the changes that are cheap to see: another object, a
-    generator that has drawn, a metric that was updated, plain attributes and items."""
+    generator that has drawn, a metric that was updated, a module whose first tensors were written, plain attributes and
+    items. ``saved_elsewhere``: ids of modules and parameters."""
     if isinstance(value, torch.Generator):
         return id(value), bytes(value.get_state().numpy())
     if isinstance(value, torch.nn.Module):
-        return id(value), getattr(value, "_update_count", None)
+        marks = _mark_of_tensors(value, saved_elsewhere)
+        return None if marks is None else (id(value), getattr(value, "_update_count", None), marks)
     if depth == 0 or has_class(value, _SAVED_ELSEWHERE) or isinstance(value, (type, torch.Tensor)):
         return id(value)
     if isinstance(value, dict):
@@ -161,8 +177,29 @@ def _mark_of_object(value: Any, depth: int = 3) -> object:
     return (
         id(value),
         plain,
-        tuple(_mark_of_object(one, depth - 1) for one in inner[:WATCHED_MAX] if type(one) not in _PLAIN),
+        tuple(_mark_of_object(one, saved_elsewhere, depth - 1) for one in inner[:WATCHED_MAX] if type(one) not in _PLAIN),
     )
+
+
+def _mark_of_tensors(module: torch.nn.Module, saved_elsewhere: frozenset[int]) -> tuple[TensorMark, ...] | None:
+    """Return marks of the first parameters and persistent buffers of a module. None: it is a part of the model, or has
+    one."""
+    marks: list[TensorMark] = []
+    for inner in module.modules():
+        if id(inner) in saved_elsewhere:
+            return None
+        marks += [TensorMark(one) for one in _state_tensors(inner) if id(one) not in saved_elsewhere]
+        if len(marks) >= WATCHED_MAX:
+            break
+    return tuple(marks[:WATCHED_MAX])
+
+
+def _state_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the module's own parameters and persistent buffers whose changes can be seen."""
+    buffers = (one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    for one in (*module._parameters.values(), *buffers):
+        if one is not None and not is_lazy(one) and not one.is_inference():
+            yield one
 
 
 def _mark_of(value: Any, budget: list[int]) -> object:

@@ -142,23 +142,23 @@ class Fit:
         """Batches of each validation loader so far. Lightning begins to count when it makes these loaders."""
         self.started_loaders: set[str] = set()
         """Keys of the validation's loaders whose workers have started in this run or an earlier one."""
-        self.attributes = {"module": ChangedAttributes(module, _assigned_by_packages(type(module)))}
+        self.attributes = {"module": ChangedAttributes(module, _assigned_by_packages(type(module)), trained=module)}
         self._names_by_number: dict[str, str] = {}
         """Name in ``attributes`` of each callback, by the name that pools of earlier releases have for it."""
         for name, number, one in callbacks.named(trainer, callback):
             if type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
-                self.attributes[name] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+                self.attributes[name] = ChangedAttributes(one, _assigned_by_packages(type(one)), trained=module)
                 self._names_by_number[f"callback {number}"] = name
         for name, one in results.metrics_of(module):
             saved_or_known = results.known_of_metric(one) | _assigned_by_packages(type(one))
-            self.attributes[f"metric {name}"] = ChangedAttributes(one, saved_or_known)
+            self.attributes[f"metric {name}"] = ChangedAttributes(one, saved_or_known, trained=module)
         loop = trainer.fit_loop
         for name, owner, names in (("limits", loop, _LIMITS), ("limits of an epoch", loop.epoch_loop, _LIMITS)):
             self.attributes[name] = ChangedAttributes(owner, only=names)
         self.attributes["trainer"] = ChangedAttributes(trainer, only=_SETTINGS)
         if trainer.datamodule is not None:
             known = _assigned_by_packages(type(trainer.datamodule))
-            self.attributes["datamodule"] = ChangedAttributes(trainer.datamodule, known)
+            self.attributes["datamodule"] = ChangedAttributes(trainer.datamodule, known, trained=module)
         self._resume, self._options = resume, dict(options)
         self._progress, self._stack = Progress(self), ExitStack()
         self.n_batches = float("inf")

@@ -16,7 +16,7 @@ from lightck.integrations.attributes import ChangedAttributes, assigned_in
 
 def attributes_of(trainer: transformers.Trainer) -> ChangedAttributes:
     """Return the attributes of this Trainer that its own code, and not that of transformers, assigns."""
-    return ChangedAttributes(trainer, assigned_by_transformers())
+    return ChangedAttributes(trainer, assigned_by_transformers(), trained=trainer.model)
 
 
 @functools.cache

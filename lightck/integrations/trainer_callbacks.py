@@ -71,7 +71,7 @@ class CallbackStates:
     def watch(self) -> None:
         """Remember what user's callbacks have as attributes."""
         self._own = [
-            (one, ChangedAttributes(one))
+            (one, ChangedAttributes(one, trained=self._trainer.model))
             for one in self._trainer.callback_handler.callbacks
             if not isinstance(one, ExportableState) and _is_of_user(one)
         ]

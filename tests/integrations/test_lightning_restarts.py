@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from toys import everything  # noqa: E402
 
 from integrations.lightning_programs import trainer_of  # noqa: E402
@@ -117,3 +120,37 @@ def test_more_epochs_after_a_checkpoint_of_mid_epoch_are_whole(folder, pool, cap
     assert first == {0: 4}
     assert {epoch: second[epoch] for epoch in (1, 2)} == {1: 10, 2: 10}
     assert "in the middle of an iteration" not in logged
+
+
+# -- weights beside the model ------------------------------------------------------------------------------------------
+
+
+class Averages(Callback):
+    """Averages the weights in three places: attributes made before the fit and in it, and an object of its own."""
+
+    def __init__(self) -> None:
+        self.net: Any = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.model, self.early = AveragedModel(module.net), copy.deepcopy(module.net)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.late, self.constant = copy.deepcopy(module.net), copy.deepcopy(module.net)
+        self.net, self.held = module.net, SimpleNamespace(module=module, optimizers=trainer.optimizers)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.model.update_parameters(module.net)
+        for average in (self.early, self.late):
+            for one, now in zip(average.parameters(), module.net.parameters(), strict=True):
+                one.lerp_(now, 0.1)
+
+
+def test_averaged_weights_that_a_callback_keeps_are_named(folder, pool, caplog):
+    def named() -> str:
+        fitted(folder / "out", pool, Averages())
+        return caplog.text
+
+    logged = in_child(named)
+    for name, count in {"model": 1, "early": 1, "late": 1, "constant": 0, "net": 0}.items():
+        assert logged.count(f"the Averages changes its attribute '{name}'") == count, name
