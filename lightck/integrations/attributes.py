@@ -177,7 +177,9 @@ def _mark_of_object(value: Any, saved_elsewhere: frozenset[int], depth: int = 3)
     return (
         id(value),
         plain,
-        tuple(_mark_of_object(one, saved_elsewhere, depth - 1) for one in inner[:WATCHED_MAX] if type(one) not in _PLAIN),
+        tuple(
+            _mark_of_object(one, saved_elsewhere, depth - 1) for one in inner[:WATCHED_MAX] if type(one) not in _PLAIN
+        ),
     )
 
 

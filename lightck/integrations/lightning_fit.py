@@ -513,10 +513,8 @@ class Fit:
         iterators = getattr(loop._combined_loader._iterator, "iterators", [])
         if len(iterators) != 1 or not isinstance(iterators[0], Batches):
             return
-        if self._lookahead is not None:
-            is_last = self._lookahead.gave_last
-        else:
-            is_last = iterators[0].has_given_all  # Lightning's counter differs from this after ckpt_path of mid-epoch
+        # Lightning's own counter differs from ``has_given_all`` after ckpt_path of mid-epoch.
+        is_last = iterators[0].has_given_all if self._lookahead is None else self._lookahead.gave_last
         if is_last:
             next(iterators[0], None)
             self.pass_has_ended = True

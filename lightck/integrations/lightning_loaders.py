@@ -58,7 +58,7 @@ class Batches(Iterator[Any]):
 
     @property
     def has_given_all(self) -> bool:
-        """Whether the pass has given as many batches as the loader has. (Its end is seen only by one more ``next()``.)"""
+        """Whether the pass has given as many batches as the loader has. Its end is seen only by one more ``next()``."""
         present = self._session_loader.current_pass
         return present is not None and present.state.given == len(self._session_loader)
 
