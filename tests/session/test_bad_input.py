@@ -212,7 +212,7 @@ def test_newer_format(folder, pool, change):
     model, optimizer = pool_with(pool)
     rewrite_superblocks(pool, change)
     for call in (lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True), lambda: lightck.recover(pool)):
-        with refused(errors.FormatError, ValueError, pool, "version", folder=folder, path=pool, model=model):
+        with refused(errors.FormatError, ValueError, pool, "newer lightck", folder=folder, path=pool, model=model):
             call()
 
 
@@ -890,7 +890,7 @@ def test_second_optimizer_for_the_same_parameters_after_attach(pool):
     with lightck.attach(model, pool, optimizer=optimizer):
         second = sgd(model)
         forward(model).backward()
-        with refused(errors.LateError, RuntimeError, "SGD", "before attach"):
+        with refused(errors.LateError, RuntimeError, "SGD", "attach again", "another path"):
             second.step()
 
 
