@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-import numpy as np
 import torch
 
-from lightck.pool.format.layout import Entry, is_contiguous, is_dense
+from lightck.pool.format.layout import Entry, is_contiguous
 from lightck.restore.contents import Source, load_tensor
 from lightck.state.device_transfers import bytes_in_order
+from lightck.state.memory_overlap import Named, groups_by_range, range_of
 
-Named = tuple[str, torch.Tensor]
 _ALIGN = 64
 """Alignment of scratch memory in bytes. Torch's allocator has the same alignment, so that a view of any dtype begins at
 a multiple of its element size."""
@@ -88,7 +87,7 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
     ``load(name)`` returns the saved values of the tensor of this name. No live tensor changes: the values are written
     to scratch memory, and compared there.
     """
-    for group in _sharing(tensors):
+    for group in groups_by_range(tensors):
         scratch = _Scratch(group)
         loaded = {name: load(name) for name, _ in group}
         for name, tensor in group:
@@ -99,51 +98,23 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
     return None
 
 
-def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
-    """Return the groups of two or more tensors whose memory ranges overlap. Tensors on the CPU and on all CUDA devices
-    are compared by address alone, because no address belongs to two devices."""
-    compared = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
-    lows = np.array([tensor.data_ptr() for _, tensor in compared], "u8")
-    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in compared], "u8")
-    order = lows.argsort()
-    begins_group = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
-    if begins_group.all():
-        return []
-    groups = np.split(order, np.flatnonzero(begins_group) + 1)
-    return [[compared[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
-
-
 def sharing_memory(tensors: Sequence[Named]) -> set[int]:
     """Return the ids of the tensors that share memory with another tensor in ``tensors``."""
-    return {id(tensor) for group in _sharing(tensors) for _, tensor in group}
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the start of the first element of a tensor to the end of its last element."""
-    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
-        return tensor.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor, and the address after its last byte."""
-    low = tensor.data_ptr()
-    return low, low + _reach(tensor)
+    return {id(tensor) for group in groups_by_range(tensors) for _, tensor in group}
 
 
 class _Scratch:
     """Scratch memory that stands for the memory of a group of tensors: each live address has one byte here."""
 
     def __init__(self, group: Sequence[Named]) -> None:
-        ranges = [_range(tensor) for _, tensor in group]
+        ranges = [range_of(tensor) for _, tensor in group]
         self._low = min(low for low, _ in ranges) // _ALIGN * _ALIGN
         """The live address for which the first byte of the scratch memory stands."""
         self._bytes = torch.empty(max(high for _, high in ranges) - self._low, dtype=torch.uint8, device="cpu")
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of the scratch memory that stands for the memory of ``tensor``."""
-        low, high = _range(tensor)
+        low, high = range_of(tensor)
         typed = self._bytes[low - self._low : high - self._low].view(tensor.dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), typed.storage_offset())
 

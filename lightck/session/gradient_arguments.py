@@ -130,10 +130,10 @@ def _refuse_all_whole(capture: Capture) -> None:
         return
     if whole != coupled:
         raise UnsupportedError(
-            f"The parameters of the optimizer share their memory (for example {min(whole - coupled)!r}), so their "
-            "updates cannot be made again one by one, and each checkpoint would hold all of them whole. Use "
-            "strategy=FullState(). If one parameter is meant, assign it under both names, without .data and without a "
-            "second nn.Parameter."
+            f"The parameters of the optimizer share their memory with each other or with other parameters (for example "
+            f"{min(whole - coupled)!r}), so their updates cannot be made again one by one, and each checkpoint would "
+            "hold all of them whole. Use strategy=FullState(). If one parameter is meant, assign it under both names, "
+            "without .data and without a second nn.Parameter."
         )
     names = listed([view.class_name for view in capture.optimizers])
     raise UnsupportedError(

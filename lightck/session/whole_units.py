@@ -1,10 +1,11 @@
 """Which units lie whole in each checkpoint of ``Gradients``, because their updates cannot be replayed one by one.
 
-A unit is a parameter with its optimizer state. If two parameters of optimizers share their memory (``b.data = a.data``,
-or ``nn.Parameter(a)``), the update of one changes the other. A class that is not element-wise (Muon) couples the
-elements of a parameter. If the parameter is a DTensor that is sharded, torch sends parts of it to other ranks during
-the update, so no rank can replay the update by itself. No gradient of such a unit is recorded: it lies in the slots of
-the pool, as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients.
+A unit is a parameter with its optimizer state. If a parameter of an optimizer shares memory with another parameter
+(``b.data = a.data``, ``nn.Parameter(a)``, views of one flat parameter), the update of one changes the other. A class
+that is not element-wise (Muon) couples the elements of a parameter. If the parameter is a DTensor that is sharded,
+torch sends parts of it to other ranks during the update, so no rank can replay the update by itself. No gradient of
+such a unit is recorded: it lies in the slots of the pool, as buffers do, and each checkpoint takes its state from the
+live tensors. All other units stay with gradients.
 (With plain tensors a class of torch.optim sends nothing to other ranks. So its updates can be replayed, also if
 ``layout=`` says that the tensors are parts.)
 
@@ -19,13 +20,14 @@ parameters begin to share memory while the training runs, the pool is replaced b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from lightck.pool.format.layout import HOME_ROLES
-from lightck.state.inventory import Live, OptimizerView, unit_of
+from lightck.state.inventory import Live, OptimizerView, address_of, has_memory, unit_of
 from lightck.state.local_tensors import is_dtensor
+from lightck.state.memory_overlap import groups_by_bytes
 from lightck.state.parts import is_part
 from lightck.state.torch_classes import ELEMENT_WISE
 
@@ -50,18 +52,39 @@ class WholeUnits:
 
 
 def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> frozenset[str]:
-    """Return the names of the parameters of optimizers that have a tensor in the memory of another tensor, and the
-    names of the parameters that have this other tensor, also those that belong to no optimizer. (A parameter under two
-    names is one tensor, and one unit.)"""
+    """Return the names of the parameters of optimizers that have a tensor in the memory of another tensor, in whole or
+    in part, and the names of the parameters that have this other tensor, also those that belong to no optimizer. (A
+    parameter under two names is one tensor, and one unit.)"""
     names = {name for view in optimizers for name, _ in view.params}
     lives = list(lives)
+    return frozenset(_in_same_memory(lives, names) | _overlapping(lives, names))
+
+
+def _in_same_memory(lives: Sequence[Live], names: Collection[str]) -> set[str]:
+    """As ``shared_units``, for tensors in exactly the same memory, of which a checkpoint holds one. This one may also
+    be a buffer. ``names``: of the parameters of optimizers."""
     sharing = [one for one in lives if one.alias is not None and one.role in HOME_ROLES and unit_of(one) in names]
     if not sharing:
-        return frozenset()
+        return set()
     by_name = {one.name: one for one in lives}
     targets = (by_name.get(one.alias or "") for one in sharing)
-    found = {unit_of(one) for one in targets if one is not None and one.role in HOME_ROLES}
-    return frozenset(found.union(map(unit_of, sharing)))
+    return {unit_of(one) for one in targets if one is not None and one.role in HOME_ROLES} | set(map(unit_of, sharing))
+
+
+def _overlapping(lives: Sequence[Live], names: Collection[str]) -> set[str]:
+    """As ``shared_units``, for tensors that have bytes in common, such as views of one flat parameter. (A buffer is not
+    in question: each checkpoint holds its bytes, and no update writes through it.)"""
+    first: dict[int, Live] = {}
+    for live in lives:
+        if live.role in HOME_ROLES and has_memory(live.tensor) and address_of(live.tensor):
+            first.setdefault(id(live.tensor), live)
+    units = {live.name: unit_of(live) for live in first.values()}
+    found = set[str]()
+    for group in groups_by_bytes([(live.name, live.tensor) for live in first.values()]):
+        of_group = {units[name] for name, _ in group}
+        if not of_group.isdisjoint(names):
+            found |= of_group
+    return found
 
 
 def coupled_units(optimizers: Iterable[OptimizerView]) -> frozenset[str]:
