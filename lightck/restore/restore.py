@@ -420,8 +420,8 @@ def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
     if names is not None:
         raise DriftError(
             f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory now, "
-            "and were saved with different values. Nothing was changed. Build the model as it was when it was saved, "
-            "with separate memory for each of the two."
+            "and were saved with different values. Nothing was changed. Give each of the two memory of its own first "
+            "(p.data = p.data.clone()), or read the saved values without the model: lightck.recover(path).model."
         )
 
 

@@ -7,7 +7,7 @@ shared memory, ``contradiction`` finds this before the first live byte changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -94,8 +94,19 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
             scratch.write(tensor, loaded[name])
         for i, (name, tensor) in enumerate(group):
             if not scratch.holds(tensor, loaded[name]):
-                return name, group[i + 1 if i + 1 < len(group) else i - 1][0]
+                return name, _contradicting(scratch, (name, tensor), [*group[i + 1 :], *group[:i]], loaded)
     return None
+
+
+def _contradicting(scratch: _Scratch, one: Named, others: Sequence[Named], loaded: Mapping[str, torch.Tensor]) -> str:
+    """Return the name of a tensor in ``others`` that was saved with other values for memory of ``one``."""
+    name, tensor = one
+    for other, its in others:
+        scratch.write(tensor, loaded[name])
+        scratch.write(its, loaded[other])
+        if not scratch.holds(tensor, loaded[name]):
+            return other
+    raise AssertionError("one of them has overwritten it")
 
 
 def sharing_memory(tensors: Sequence[Named]) -> set[int]:

@@ -216,6 +216,26 @@ def test_overlapping_tensors_refuse_values_that_contradict_each_other(pool):
     lightck.recover(pool, flat(apart=True))
 
 
+def test_the_two_tensors_that_contradict_each_other_are_named_and_the_cure_helps(pool):
+    """Three parts lie in one memory. Two of them were saved as they lie there."""
+    whole = torch.rand(30)
+    model = nn.Sequential(nn.Linear(4, 2))
+    for name, values in {"c": whole[20:] + 1.0, "a": whole[:10], "b": whole[10:20], "whole": whole}.items():
+        model.register_buffer(name, values.clone())
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 1)
+    other = nn.Sequential(nn.Linear(4, 2))
+    memory = torch.zeros(30)
+    for name, view in {"c": memory[20:], "a": memory[:10], "b": memory[10:20], "whole": memory}.items():
+        other.register_buffer(name, view)
+    with pytest.raises(DriftError, match=r"model/c and model/whole share memory now"):
+        lightck.recover(pool, other)
+    other.c.data = other.c.data.clone()
+    lightck.recover(pool, other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def test_expanded_tensor_takes_memory_of_its_own_for_values_that_differ(pool):
     model = nn.Sequential(nn.Linear(4, 2))
     model.register_buffer("wide", torch.rand(5, 1000))
