@@ -7,7 +7,7 @@ the bytes that a replay from its old base gives.
 
 So each write that the updates do not explain is found within ``base_every`` steps, however small it is, and wherever it
 was made. The audit of updates compares parts, and the search for outside writes does not see a write inside
-``optimizer.step()``.
+``optimizer.step()`` to a tensor that this optimizer has.
 
 Invariant: nothing of the training changes. The replay has tensors and optimizer objects of its own, calls no hook, and
 draws no random number (``state/partial_optimizer.py``).

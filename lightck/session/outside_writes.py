@@ -4,17 +4,21 @@ Right after each ``step`` the tensors' version counters and memory layouts are r
 their bytes. They are compared at the boundary, and again when the next ``step`` begins. So all time outside of updates
 is covered. ``.data``, numpy and fused kernels move no version counter; such a write is found by its bytes: in the first
 updates all bytes are read, later 16 MiB for each update, in turn.
+
+The ``step`` of a class of ``torch.optim`` writes nothing but its own parameters and their state. For other classes
+``WritesInStep`` compares all other tensors before and after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from lightck.state.blocks import ALL, FULLY_COMPARED_FIRST, NO_BLOCKS, Blocks, Positions, RoundRobin
-from lightck.state.inventory import Live, address_of, is_plain
+from lightck.state.inventory import Live, address_of, is_plain, unit_of
 from lightck.state.signatures import MemoryLayouts, Registrations, VersionCounters
 
 BLOCK = 64 << 10
@@ -37,7 +41,8 @@ class OutsideWrites:
         self._blocks, self._owners = NO_BLOCKS, list[Live]()
         self._addresses: list[int] = []
         """The addresses for which ``_blocks`` was computed."""
-        self._token: object = None
+        self.token: object = None
+        """What the last ``step_ended`` was called with."""
         self._round_robin = RoundRobin()
         self._chosen: Positions | slice = ALL
         self._checksums: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
@@ -49,9 +54,9 @@ class OutsideWrites:
     def step_ended(self, lives: Sequence[Live], token: object) -> None:
         """Record these tensors, now that a ``step`` has ended. ``token``: if it is that of the last call, and not None,
         they are the same tensors, in the same memory."""
-        if token is None or token is not self._token:
+        if token is None or token is not self.token:
             self._record(lives)
-            self._token = token
+            self.token = token
         self._counters = VersionCounters(self._layouts.tensors, self._registrations.dtensors)
         budget = None if self._reads_all or self._n_taken < FULLY_COMPARED_FIRST else BUDGET_NBYTES
         self._n_taken += 1
@@ -96,3 +101,38 @@ class OutsideWrites:
     def forget(self) -> None:
         """Drop all references to tensors."""
         self.__init__()  # type: ignore[misc]
+
+
+class WritesInStep:
+    """Finds writes inside the ``step`` of an optimizer to tensors that are not its own: weights that it averages, or
+    the parameters of another optimizer. A replay does not repeat them."""
+
+    def __init__(self, *, reads_all: bool = False) -> None:
+        """``reads_all``: as for ``OutsideWrites``."""
+        self._reads_all = reads_all
+        self._others: dict[int, OutsideWrites] = {}
+        """Index of an optimizer -> its search, which begins with each ``step`` of it."""
+        self._running: set[int] = set()
+
+    def step_begins(self, index: int, names: Sequence[Sequence[str]], lives: Sequence[Live], token: object) -> None:
+        """``names``: of the optimizer's parameters, for each of its groups. ``lives``: all tensors, its own too.
+        ``token``: as for ``OutsideWrites.step_ended``."""
+        others = self._others.setdefault(index, OutsideWrites(reads_all=self._reads_all))
+        found = others.lives
+        if token is None or token is not others.token:
+            own = set(chain.from_iterable(names))
+            found = [live for live in lives if unit_of(live) not in own]
+        others.step_ended(found, token)
+        self._running.add(index)
+
+    def written_names(self, index: int) -> list[str]:
+        """Return the names of the other tensors that were written since the ``step`` of this optimizer began. Call it
+        once, when this ``step`` has ended."""
+        is_running = index in self._running
+        self._running.discard(index)
+        return self._others[index].written_names() if is_running else []
+
+    def forget(self) -> None:
+        """Drop all references to tensors."""
+        self._others.clear()
+        self._running.clear()

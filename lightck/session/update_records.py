@@ -31,7 +31,7 @@ from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.base_check import BaseCheck
 from lightck.session.capture import Capture
-from lightck.session.outside_writes import OutsideWrites
+from lightck.session.outside_writes import OutsideWrites, WritesInStep
 from lightck.session.update_audit import UpdateAudit
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live, unit_of
@@ -70,6 +70,7 @@ class UpdateRecords(StepListener):
             distrust_earlier=self._distrust_earlier,
         )
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
+        self._in_step = WritesInStep(reads_all=reads_all)
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
         self._update: CapturedUpdate | None = None
@@ -124,6 +125,7 @@ class UpdateRecords(StepListener):
         self._update = self._token = self._token_of_optimizers = None
         self._watched = []
         self._outside.forget()
+        self._in_step.forget()
         self._audit.forget()
 
     # -- step events -------------------------------------------------------------------------------------
@@ -134,6 +136,8 @@ class UpdateRecords(StepListener):
         step = self.consumed_gradients.running_step(index)
         if step is not None:
             self._audit.begin(index, optimizer, step, self._tensors_of)
+        if self._is_custom(optimizer):
+            self._in_step.step_begins(index, self._names_of(optimizer), self._watched, self._token)
         self._step_began = time.perf_counter()
 
     def after_step(self, index: int) -> None:
@@ -143,6 +147,9 @@ class UpdateRecords(StepListener):
         difference = self._audit.difference(index)
         if difference:
             self._trust_no_more(difference, _CRASH_NOW, None)
+        written = self._in_step.written_names(index)
+        if written:
+            self._reason = f"{written[0]!r} was written inside the step() of an optimizer that does not have it"
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token

@@ -223,3 +223,47 @@ def test_parameters_may_be_named_like_the_parts_of_a_gradient(pool):
         optimizer.step()
 
     assert wrong_steps(pool, model, [optimizer], step, 6) == []
+
+
+# -- tensors that an update changes, and no gradient of it explains ----------------------------------------------------
+
+
+def averaged(is_announced: bool, is_trained: bool) -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    """The ``step`` of the first optimizer keeps a moving average of its first parameter in one that it does not list.
+    ``is_trained``: this is a parameter of another optimizer."""
+    model = deep()
+    model.register_parameter("average", nn.Parameter(model[0].weight.detach().clone(), requires_grad=is_trained))
+
+    class Averaging(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            if self.param_groups[0]["params"][0] is model[0].weight:  # else a trial step, or a replay
+                average = model.average.detach() if is_announced else model.average.data
+                average.lerp_(model[0].weight.detach(), 0.1)
+            return found
+
+    optimizer = Averaging((p for name, p in model.named_parameters() if name != "average"), lr=0.05)
+    return model, [optimizer, *([torch.optim.AdamW([model.average], lr=0.05)] if is_trained else [])]
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["of no optimizer", "of another"])
+@pytest.mark.parametrize("is_announced", [True, False], ids=["counted", "by .data"])
+def test_a_parameter_that_the_step_of_another_optimizer_writes_is_exact(pool, is_announced, is_trained, caplog):
+    caplog.set_level(logging.INFO, "lightck")
+    model, optimizers = averaged(is_announced, is_trained)
+    strategy, wrong = lightck.Gradients(base_every=4, own_optimizers=True), []
+    with lightck.attach(model, pool, optimizer=optimizers, strategy=strategy) as session:
+        for number in range(1, 12):
+            backward(model, number)
+            if is_trained:
+                model.average.pow(2).mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            session.flush()
+            found, others = averaged(is_announced, is_trained)
+            lightck.recover(crashed(pool), found, others)
+            if str(everything(found, *others)) != str(everything(model, *optimizers)):
+                wrong.append(number)
+    assert wrong == []
+    assert "'model/average' was written inside the step() of an optimizer that does not have it" in caplog.text
