@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -315,6 +316,7 @@ class ConsumedGradients(StepListener):
     def _take(self, index: int, optimizer: Optimizer) -> _RunningStep:
         if not self._steps and not self._running:
             self._histories.begin_update()
+        self._histories.parameters_are(index, chain.from_iterable(group["params"] for group in optimizer.param_groups))
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         groups, pending_copies, reasons = [], [], set[str]()
         gradients: dict[str, HeldGradient | None] = {}

@@ -4,13 +4,16 @@ A gradient is copied in the background only if nothing writes into it until the 
 gradient shows at the next update: whether the parameter has another tensor as its gradient, and whether the memory of
 this tensor belongs to it alone. So the first gradient of a parameter is of an unobserved class.
 
-Identity is observed with weak references, which keep no memory. The address of a gradient would prove nothing, because
-torch gives the memory of a released gradient to the next one.
+Whether a gradient is the same tensor as before is observed with weak references, which keep no memory. Its address
+would prove nothing, because torch gives the memory of a released gradient to the next one. There is no weak reference
+to a parameter: ``torch.utils.swap_tensors``, with which ``model.double()`` may convert a parameter in place, refuses a
+tensor that has one.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +29,8 @@ through which ``shares_memory`` reads the count."""
 class GradientHistory:
     """What was observed of the gradients of one parameter. kind: the class of the newest gradient."""
 
-    param: weakref.ref[torch.Tensor]
-    newest: weakref.ref[torch.Tensor]
+    newest: weakref.ref[torch.Tensor] | None
+    """The newest gradient; None: it was held in its indexed form."""
     kind: GradientClass = GradientClass.UNOBSERVED
     n_validated: int = 0
     """How many copies of its gradients, after the first gradient, were right."""
@@ -48,11 +51,14 @@ class GradientHistories:
 
     def __init__(self) -> None:
         self._histories: dict[int, GradientHistory] = {}
-        """id of a parameter -> its history. The weak reference in the history shows whether the id was reused."""
+        """id of a parameter -> its history. ``parameters_are`` drops it when another parameter gets the id."""
         self._indexed: dict[int, GradientHistory] = {}
         """As ``_histories``, for gradients that are held in their indexed form."""
-        self._may_reuse_memory: list[GradientHistory] = []
-        """Histories of the parameters whose next gradient may lie in the memory of the newest one."""
+        self._may_reuse_memory: list[tuple[torch.Tensor, GradientHistory]] = []
+        """Parameters whose next gradient may lie in the memory of the newest one, with their histories; until the first
+        forward pass after an update has ended."""
+        self._ids: dict[int, list[int]] = {}
+        """Index of an optimizer -> ids of its parameters at its last update."""
         self.has_recycled = False
         """Whether a gradient was ever found to be recycled."""
 
@@ -66,16 +72,16 @@ class GradientHistories:
         the newest gradient: copies can be completed at its end, before the backward pass begins.
         """
         history = self._histories.get(id(param))
-        if history is None or history.param() is not param:
-            history = self._histories[id(param)] = GradientHistory(weakref.ref(param), weakref.ref(grad))
+        if history is None:
+            history = self._histories[id(param)] = GradientHistory(weakref.ref(grad))
             history.kind = GradientClass.WRITTEN_BY_STEP if is_written else GradientClass.UNOBSERVED
         else:
-            is_same = history.newest() is grad
+            is_same = history.newest is not None and history.newest() is grad
             history.newest = weakref.ref(grad)
             history.kind = self._class_of(history, is_same, local, is_written, has_forward)
         history.was_none = False
         if history.kind is not GradientClass.OWNED:
-            self._may_reuse_memory.append(history)
+            self._may_reuse_memory.append((param, history))
         return history
 
     def _class_of(
@@ -97,10 +103,20 @@ class GradientHistories:
         """Return the history of a parameter whose gradient is held in its indexed form, in memory of its own. What the
         loop does with the gradient itself is not observed then."""
         history = self._indexed.get(id(param))
-        if history is None or history.param() is not param:
-            reference = weakref.ref(param)
-            history = self._indexed[id(param)] = GradientHistory(reference, reference, GradientClass.INDEXED)
+        if history is None:
+            history = self._indexed[id(param)] = GradientHistory(None, GradientClass.INDEXED)
         return history
+
+    def parameters_are(self, index: int, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop the histories of parameters that an optimizer has got since its last update: their ids may be those of
+        parameters that have gone. (One that takes the place of another one, with its id, between two updates goes on
+        with its history. If its gradients are used in another way, the checks of their copies show it.)"""
+        ids, before = list(map(id, parameters)), self._ids.get(index)
+        if ids != before:
+            self._ids[index] = ids
+            for one in set(ids).difference(before or ()):
+                self._histories.pop(one, None)
+                self._indexed.pop(one, None)
 
     def begin_update(self) -> None:
         """The gradients that are observed from now on belong to another update."""
@@ -109,9 +125,8 @@ class GradientHistories:
     def forward_ended(self) -> None:
         """Observe which gradients are set to None before the next backward pass. Only the first forward pass after an
         update says so, because with accumulation the next ones find the gradients of the first backward pass."""
-        for history in self._may_reuse_memory:
-            param = history.param()
-            history.was_none = param is not None and param.grad is None
+        for param, history in self._may_reuse_memory:
+            history.was_none = param.grad is None
         self._may_reuse_memory.clear()
 
 

@@ -4,7 +4,7 @@ checkpoint is recovered with the bits of its step, or refused by name."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +267,28 @@ def test_a_parameter_that_the_step_of_another_optimizer_writes_is_exact(pool, is
                 wrong.append(number)
     assert wrong == []
     assert "'model/average' was written inside the step() of an optimizer that does not have it" in caplog.text
+
+
+@pytest.fixture
+def converts_in_place() -> Iterator[None]:
+    """``model.double()`` exchanges the contents of the parameters (``torch.utils.swap_tensors``)."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("converts_in_place")
+def test_a_model_can_be_converted_in_place_between_updates(pool):
+    model = deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def step(number: int) -> None:
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 4 == 0:
+            model.double()
+            model.float()
+
+    assert wrong_steps(pool, model, [optimizer], step, 10) == []
