@@ -3,6 +3,7 @@ a training."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,32 @@ class Counts(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_averaged_weights_beside_the_model_are_named(folder, pool, caplog):
+    class Averages(TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.average, self.trained = copy.deepcopy(trainer.model), trainer.model
+
+        @torch.no_grad()
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            for one, now in zip(self.average.parameters(), model.parameters(), strict=True):
+                one.lerp_(now, 0.1)
+
+    def named() -> str:
+        trainer = trainer_of("plain", folder / "out", max_steps=3)
+        averages = Averages(trainer)
+        trainer.add_callback(averages)
+        trainer.average, trainer.constant = averages.average, copy.deepcopy(trainer.model)
+        integration.attach(trainer, pool)
+        trainer.train()
+        return caplog.text
+
+    logged = in_child(named)
+    assert logged.count("the Averages changes its attribute 'average'") == 1
+    assert logged.count("the Trainer changes its attribute 'average'") == 1
+    assert "'constant'" not in logged
+    assert "'trained'" not in logged
 
 
 def test_a_callback_with_state_may_be_new_at_the_resume(folder, pool, caplog):

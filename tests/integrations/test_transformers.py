@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import shutil
@@ -496,32 +495,6 @@ def test_an_attribute_of_the_trainer_that_is_not_saved_is_named(folder, pool, ca
     assert logged.count("changes its attribute 'drawn' while it trains. It is no plain value, or too large") == 1
     for name in ("center", "kept", "constant"):
         assert f"'{name}'" not in logged
-
-
-def test_averaged_weights_beside_the_model_are_named(folder, pool, caplog):
-    class Averages(TrainerCallback):
-        def __init__(self, trainer: Any) -> None:
-            self.average, self.trained = copy.deepcopy(trainer.model), trainer.model
-
-        @torch.no_grad()
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            for one, now in zip(self.average.parameters(), model.parameters(), strict=True):
-                one.lerp_(now, 0.1)
-
-    def named() -> str:
-        trainer = trainer_of("plain", folder / "out", max_steps=3)
-        averages = Averages(trainer)
-        trainer.add_callback(averages)
-        trainer.average, trainer.constant = averages.average, copy.deepcopy(trainer.model)
-        integration.attach(trainer, pool)
-        trainer.train()
-        return caplog.text
-
-    logged = in_child(named)
-    assert logged.count("the Averages changes its attribute 'average'") == 1
-    assert logged.count("the Trainer changes its attribute 'average'") == 1
-    assert "'constant'" not in logged
-    assert "'trained'" not in logged
 
 
 def test_an_attribute_that_the_training_did_not_change_may_differ_at_the_restart(folder, pool):
