@@ -66,11 +66,11 @@ class FirstStep:
         if not self.is_rank_known:
             check_rank()
         capture.before_first_update()
-        self._check_late_objects([view.optimizer for view in capture.optimizers])
+        left_out = self._check_late_objects([view.optimizer for view in capture.optimizers])
         self._check_lr()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
-        return None if self.is_scheduler_declined else LateSchedulers(capture)
+        return None if self.is_scheduler_declined else LateSchedulers(capture, left_out)
 
     def _check_lr(self) -> None:
         """If a restored learning rate has changed and no saved scheduler has stepped, raise ``LateError`` or warn."""
@@ -95,23 +95,26 @@ class FirstStep:
             fact,
         )
 
-    def _check_late_objects(self, optimizers: list[Optimizer]) -> None:
+    def _check_late_objects(self, optimizers: list[Optimizer]) -> list[LRScheduler]:
         """Raise ``LateError`` for a live scheduler of these optimizers that is not saved. Warn about an enabled
         GradScaler, if none is saved. (It does not say which optimizer it serves, so it may be that of another
-        training.)"""
+        training.) Returns the unsaved schedulers of the optimizers in ``scheduled``: the user has left them out."""
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.is_scheduler_declined else [o for o in optimizers if id(o) not in self.scheduled]
+        scheduled = [] if self.is_scheduler_declined else [o for o in optimizers if id(o) in self.scheduled]
+        left_out: list[LRScheduler] = []
         needs_scaler = not (self.is_scaler_declined or any(isinstance(o, _SCALER) for o in self.objects.values()))
         # What the quick search finds may be garbage, and garbage must not stop a training. So collect garbage, and
         # search again.
         for collect in (False, True):
-            if not watched and not needs_scaler:
-                return
+            if not watched and not scheduled and not needs_scaler:
+                return left_out
             live = LiveObjects(collect=collect)
+            left_out = [s for s in schedulers_of(live, scheduled) if id(s) not in known] if scheduled else []
             late = [s for s in schedulers_of(live, watched) if id(s) not in known] if watched else []
             has_late_scaler = needs_scaler and bool(live.matching(_SCALER, lambda one: one.is_enabled()))
             if not late and not has_late_scaler:
-                return
+                return left_out
         if late:
             raise LateError(
                 f"An LR scheduler ({type(late[0]).__name__}) was built after attach and is not saved. After a crash it "
@@ -123,3 +126,4 @@ class FirstStep:
             "and updates would be skipped at other steps. Build it before attach, or pass it: attach(..., "
             'state={"scaler": scaler}); state={"scaler": None} says that it need not be saved'
         )
+        return left_out

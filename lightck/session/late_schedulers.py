@@ -34,10 +34,10 @@ def step_counts(objects: Iterable[object]) -> list[object]:
 class LateSchedulers:
     """Made at the first update; ``check`` is called before each later one."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, left_out: Iterable[LRScheduler]) -> None:
+        """``left_out``: the unsaved schedulers that exist already. The user has left them out."""
         self._capture = capture
-        # An unsaved scheduler that exists already was left out on purpose: ``FirstStep`` has let it pass.
-        self._known = [weakref.ref(one) for one in schedulers_of(LiveObjects(collect=False), self._optimizers())]
+        self._left_out = [weakref.ref(one) for one in left_out]
         self._keys, self._rates, self._counts = self._seen()
         self._n_unexplained = 0
         """How many updates had options that no saved scheduler explains."""
@@ -75,9 +75,9 @@ class LateSchedulers:
         return [len(group) for group in groups], rates, step_counts(self._capture.objects.values())
 
     def _late(self) -> LRScheduler | None:
-        """Return a live scheduler that is neither saved nor known; None if there is none."""
+        """Return a live scheduler that is neither saved nor left out; None if there is none."""
         known = {id(one) for one in self._capture.objects.values()}
-        known |= {id(one) for ref in self._known if (one := ref()) is not None}
+        known |= {id(one) for ref in self._left_out if (one := ref()) is not None}
         found: list[LRScheduler] = []
         for collect in (False, True):  # what the quick search finds may be garbage
             live = schedulers_of(LiveObjects(collect=collect), self._optimizers())

@@ -73,7 +73,7 @@ class PoolFile:
     """Whether the script has restored a checkpoint of this pool into the model before attach."""
 
     restored_incarnation: int = field(init=False, default=0)
-    """The incarnation of the checkpoint that ``open`` has restored."""
+    """The incarnation of the checkpoint that ``open`` has restored; read only if ``before_first_change`` is given."""
 
     _with_state: dict[str, Entry] | None = field(init=False, default=None)
     """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
@@ -251,7 +251,8 @@ class PoolFile:
             strict=True,
             unused_is_drift=True,
         )
-        self.restored_incarnation = stored_checkpoint(reader, checkpoint.record).header.incarnation
+        if self.before_first_change is not None:
+            self.restored_incarnation = stored_checkpoint(reader, checkpoint.record).header.incarnation
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
