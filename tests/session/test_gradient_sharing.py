@@ -87,9 +87,7 @@ def by_frozen_first(model: nn.Sequential) -> None:
     model[4].weight.data = model[0].weight.data
 
 
-@pytest.mark.parametrize("make", [adamw, momentum])
-@pytest.mark.parametrize("tie", [by_data, by_second_parameter, by_buffer, by_name, by_frozen_first])
-def test_parameters_that_share_memory_are_recovered_and_resumed(pool, tie, make):
+def check_each_step_and_a_resume(pool, tie, make):
     model = model_of(tie)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     assert trained(pool, model, optimizer, range(1, 10), {}) == []
@@ -99,6 +97,12 @@ def test_parameters_that_share_memory_are_recovered_and_resumed(pool, tie, make)
     for number in range(10, 16):
         update(model, optimizer, number)
     assert str(everything(resumed, other)) == str(everything(model, optimizer))
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("tie", [by_data, by_second_parameter, by_buffer, by_name, by_frozen_first])
+def test_parameters_that_share_memory_are_recovered_and_resumed(pool, tie, make):
+    check_each_step_and_a_resume(pool, tie, make)
 
 
 def untie(model: nn.Sequential) -> None:
@@ -245,15 +249,7 @@ OVERLAPS = [by_overlap, by_transposition, by_frozen_whole, by_part_in_buffer, by
 
 @pytest.mark.parametrize("tie", OVERLAPS)
 def test_parameters_that_overlap_are_recovered_and_resumed(pool, tie):
-    model = model_of(tie)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    assert trained(pool, model, optimizer, range(1, 10), {}) == []
-    resumed = model_of(tie)
-    other = adamw([p for p in resumed.parameters() if p.requires_grad])
-    assert trained(pool, resumed, other, range(10, 16), {}, resume=True) == []
-    for number in range(10, 16):
-        update(model, optimizer, number)
-    assert str(everything(resumed, other)) == str(everything(model, optimizer))
+    check_each_step_and_a_resume(pool, tie, adamw)
 
 
 @pytest.mark.parametrize("tie", [by_overlap, by_transposition, by_part_in_buffer, by_columns])
