@@ -973,7 +973,7 @@ def test_a_pool_of_a_machine_that_was_replaced_is_made_anew(tmp_path, caplog):
     model, optimizer, session = attached(old, [lightck.Tier(tier, every=1)], resume=True)
     with session:
         assert session.step == 4
-    assert "held step 8 of an older claim" in caplog.text
+    assert "held step 8 of an earlier start of the training" in caplog.text
     assert "Updates after that step, if there were any, are lost" in caplog.text
 
 
