@@ -64,7 +64,7 @@ class _Room:
         kind, path = BACKENDS[backend], os.path.join(folder, "bench.pool")
         self.container = kind.create(path, align_up(max(self.offsets[-1], 4 << 20), 2 << 20))
         stack.callback(self.container.close)
-        self.medium = Medium(self.container.fd, self.container.extents, kind.probe(path).tier)
+        self.medium = Medium(self.container.fd, self.container.extents, kind.probe(path).medium_kind)
         stack.callback(self.medium.close)
         size = os.fstat(self.container.fd).st_size
         self.base = stack.enter_context(mapped(self.container.fd, size))

@@ -2,7 +2,7 @@
 cure.
 
 A *problem* makes lightck unusable on this machine or medium; a *note* is a limitation that a user may meet. No check
-writes anything.
+leaves anything behind. (On a disk, one makes a file without a name for a moment.)
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     survived = [words for name, words in SURVIVED.items() if getattr(durability, name)]
     room = f"{size(space.free)} free of {size(space.total)}"
     said = f"{durability.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
-    method = machine.disk_writes(folder, durability.tier)
+    method = machine.disk_writes(folder, durability.medium_kind)
     said += f"; large blocks are written: {method}" if method else ""
     if space.free < POOL_NBYTES_SMALL:
         return Finding(folder, PROBLEM, said, "There is no room for a pool: free some space, or choose another folder.")
@@ -305,7 +305,7 @@ def slurm(machine: Machine) -> Iterator[Finding]:
 
 def logout(machine: Machine) -> Iterator[Finding]:
     """Yield a note if systemd-logind removes the user's files in /dev/shm at the last logout, which it does unless
-    RemoveIPC=no is set."""
+    RemoveIPC=no is set, the user lingers (loginctl enable-linger), or the user is a system user."""
     if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
         return
     files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]

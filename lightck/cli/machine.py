@@ -51,7 +51,7 @@ def durability_of(folder: str) -> Durability:
 
 def disk_writes_in(folder: str, kind: int) -> str | None:
     """Return how the large blocks of a pool in this folder would be written to a disk; None if the pool would not be on
-    a disk, or if this is unknown. ``kind``: ``Durability.tier`` of such a pool."""
+    a disk, or if this is unknown. ``kind``: ``Durability.medium_kind`` of such a pool."""
     from lightck.pool import direct_writes
 
     return direct_writes.method_in(folder, kind)

@@ -114,7 +114,7 @@ def _copies(folder: str) -> dict[str, float]:
     source = np.resize(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8), _COPY_NBYTES)
     target, address = np.ones_like(source), source.ctypes.data
     container = backend.create(path, _COPY_NBYTES)
-    medium = Medium(container.fd, container.extents, backend.probe(path).tier)
+    medium = Medium(container.fd, container.extents, backend.probe(path).medium_kind)
 
     def as_a_checkpoint() -> None:
         crc = ffi.new("uint32_t *")

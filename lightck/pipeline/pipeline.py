@@ -217,7 +217,7 @@ class Pipeline:
         copy thread, if its bytes are copied, no other checkpoint is in flight, and a commit waits for no disk."""
         job = checkpoint.pending.job
         is_copied = is_copied or not job.parts
-        commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.tier != MEDIUM_DISK
+        commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.medium_kind != MEDIUM_DISK
         try:
             if commits_now:
                 job.commit()

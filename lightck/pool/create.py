@@ -72,7 +72,7 @@ def create(
     container = _allocate(backend, path, sb.nbytes, may_discard)
     with (
         undo_on_error(container.close),
-        contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).tier)) as medium,
+        contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).medium_kind)) as medium,
     ):
         for offset in sb.table_offsets:
             medium.store(offset, table)

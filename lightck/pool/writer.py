@@ -120,9 +120,10 @@ class PoolWriter:
         self.before_unmap: list[Callable[[], None]] = []
         """``close`` calls these before it unmaps the pool. Code that lets a device write into the pool adds them."""
         container = reader.container
-        self.medium = Medium(container.fd, container.extents, durability.tier)
+        kind = durability.medium_kind
+        self.medium = Medium(container.fd, container.extents, kind)
         try:
-            self.direct_writes = DirectWrites(self.medium, engine, container.fd, container.extents, durability.tier)
+            self.direct_writes = DirectWrites(self.medium, engine, container.fd, container.extents, kind)
             self._prepare()
         except BaseException as err:
             self.medium.close()
@@ -138,7 +139,7 @@ class PoolWriter:
         # record's generation is larger than the checkpoint's.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
-        if self.durability.tier != MEDIUM_DISK:  # populating would read the whole pool from disk, and dirty all pages
+        if self.durability.medium_kind != MEDIUM_DISK:  # populating would read all of the pool, and dirty all pages
             self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:

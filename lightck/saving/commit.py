@@ -100,7 +100,7 @@ def _opened(path: str, order: Order, stack: ExitStack) -> tuple[CurrentPool, Hol
     backend, events, holds = backend_for(path), CommitEvents(), Holds()
     backend.remove_stale(path)
     medium_durability = backend.probe(path)
-    engine = stack.enter_context(closing(Engine(copy_threads(path, backend.name, medium_durability.tier))))
+    engine = stack.enter_context(closing(Engine(copy_threads(path, backend.name, medium_durability.medium_kind))))
     events.add(holds)
     pool = CurrentPool(path, backend, medium_durability, engine, SLOTS, lock, events, WholeCheckpoints())
     stack.callback(pool.close)

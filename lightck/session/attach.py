@@ -121,7 +121,7 @@ def attach(
         strategy: what a checkpoint holds: ``FullState()`` (default), ``Gradients(...)``, ``Replica()``, or ``"auto"``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: room for checkpoints, 2 to 8; default: as in the existing pool, else 2 (group: 3, 4). Tiers may add some.
+        slots: room for checkpoints, 2 to 8; default: as in the pool, else 2 (group: 3; replicas=2: 4). Tiers add some.
         keep: deprecated; ``Tier(..., format="safetensors")`` writes the same files.
         tiers: send whole checkpoints to folders or object stores: ``[lightck.Tier(folder, every="5min")]``.
         pause_on_nonfinite: commit no checkpoint if a GradScaler's scale or a sampled value of a tensor is not finite.
@@ -273,7 +273,7 @@ def _pipeline(
         uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
         check=compares_all(),
         lock=lock,
-        copy_threads=copy_threads(path, backend.name, medium_durability.tier)
+        copy_threads=copy_threads(path, backend.name, medium_durability.medium_kind)
         or (threads_with_devices(torch.cuda.device_count()) if on_device else None),
         pool_kind=pool_kind,
     )

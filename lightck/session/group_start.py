@@ -15,10 +15,11 @@
     begin       In a new training each rank has committed checkpoint 0 before. ``attach`` returns when all ranks are
                 here. If there are several hosts, a helper thread exchanges from now on what the pools hold.
 
-Invariant: after *fetch*, a rank that continues changes no pool that has a commit record before *adopt*, and *adopt*
-changes no checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start.
-(After *replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the
-ranks have no checkpoint in common later, a rank has lost checkpoints.
+Invariant: between *fetch* and *adopt*, a rank that continues changes no pool that has a commit record, and *adopt*
+changes no checkpoint. (Pools that an interrupted change of worlds left may be removed: ``other_world.py``.) So if a
+process is killed at any moment, the ranks choose the same checkpoint at the next start. (After *replace* one more rank
+has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the ranks have no checkpoint in
+common later, a rank has lost checkpoints.
 """
 
 from __future__ import annotations
@@ -440,9 +441,9 @@ class GroupStart:
                 )
 
     def _compare_replicated_state(self, stored: Stored, start: Start) -> str:
-        """Raise ``RankError`` if the ranks whose pools are left have other parameters or another optimizer state than
-        each other: then none of them can replace another. Returns a remark for the warning if only one pool is left,
-        so that nothing can be compared. ``stored``: of this rank's pool, if that is left."""
+        """Raise ``RankError`` if the ranks whose pools are left differ in parameters or optimizer state: then none of
+        these pools can replace a lost one. Returns a remark for the warning if only one pool is left, so that nothing
+        can be compared. ``stored``: of this rank's pool, if that is left."""
         assert start.adopted is not None, "a checkpoint is chosen"
         holders = [rank for rank in range(self.group.world_size) if rank not in start.sources]
         lines = replicated_lines(stored[start.adopted][0]) if self.group.rank in holders else []
@@ -499,7 +500,7 @@ class GroupStart:
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
         neighbours: list[Neighbour] = []
-        must_sync = pipeline.durability.tier != MEDIUM_CACHE
+        must_sync = pipeline.durability.medium_kind != MEDIUM_CACHE
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
                 if rank != self.group.rank and self._directory_ids[rank] == self._directory_ids[self.group.rank]:
@@ -536,7 +537,7 @@ class GroupStart:
     def agreed_cadence(
         self, interval: object, pipeline: Pipeline, resumed: Resumed | None, meter: Meter
     ) -> Cadence | None:
-        """Return the cadence that all ranks share, if the interval is not a fixed number; else None."""
+        """Return the cadence that all ranks share. None if the interval is fixed, or there is one rank only."""
         if isinstance(interval, int) or self.group.world_size == 1:
             return None
         first_step = 1 + (0 if resumed is None else resumed.step)

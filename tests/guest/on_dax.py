@@ -71,7 +71,7 @@ def made(pool: Path) -> Iterator[Medium]:
     """The mapping of a new pool file, as the file backend makes it."""
     container = FileBackend().create(str(pool), NBYTES)
     container.publish()
-    medium = Medium(container.fd, container.extents, FileBackend().probe(str(pool)).tier)
+    medium = Medium(container.fd, container.extents, FileBackend().probe(str(pool)).medium_kind)
     yield medium
     medium.close()
     container.close()
@@ -82,7 +82,7 @@ def test_a_session_says_what_it_stands_on(pool):
     with lightck.attach(model, pool, optimizer=adam(model), require="power") as session:
         found = session.durability
     assert (found.process, found.os, found.power, found.media) == (True, True, True, False)
-    assert (found.tier, found.medium) == (MEDIUM, "persistent memory (ext2/3/4, DAX)")
+    assert (found.medium_kind, found.medium) == (MEDIUM, "persistent memory (ext2/3/4, DAX)")
     assert any("MAP_SYNC" in line for line in found.evidence)
     assert any("ACPI.NFIT" in line and DOMAIN in line for line in found.evidence)
     name = durability.System().write_back()
@@ -174,7 +174,7 @@ def test_the_write_back_instruction_is_executed(folder):
 def test_memory_that_pretends_grants_map_sync_and_is_not_believed():
     assert durability.System().dax(MEMMAP, None).map_sync
     found = probe(MEMMAP)
-    assert (found.process, found.os, found.power, found.tier) == (True, False, False, MEDIUM_CACHE)
+    assert (found.process, found.os, found.power, found.medium_kind) == (True, False, False, MEDIUM_CACHE)
     assert any("e820" in line and "is declared persistent" in line for line in found.evidence)
 
 
@@ -183,7 +183,7 @@ def test_dax_without_map_sync_is_used_like_a_disk():
     dax = durability.System().dax(VIRTIO, None)
     assert (dax.is_dax, dax.map_sync) == (True, False)
     found = probe(VIRTIO)
-    assert (found.os, found.power, found.tier) == (True, True, MEDIUM_DISK)
+    assert (found.os, found.power, found.medium_kind) == (True, True, MEDIUM_DISK)
     assert any("virtio-pmem" in line for line in found.evidence)
     model = net()
     optimizer = adam(model)

@@ -96,7 +96,7 @@ def test_a_session_says_what_it_stands_on():
         found = session.durability
         (mapping,) = (m for m in mappings(DEVICE) if " rw-s " in m[1].partition("\n")[0])
     assert (found.process, found.os, found.power, found.media) == (True, True, True, False)
-    assert (found.tier, found.medium) == (MEDIUM_PM, "persistent memory (device-dax)")
+    assert (found.medium_kind, found.medium) == (MEDIUM_PM, "persistent memory (device-dax)")
     assert any("ACPI.NFIT" in line and "memory_controller" in line for line in found.evidence)
     assert any(f"written back with {durability.System().write_back()}" in line for line in found.evidence)
     address, entry = mapping

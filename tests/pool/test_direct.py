@@ -47,7 +47,7 @@ SIZES = (256 * KIB - 1, MIB, 300, MIB + 1, 3 * MIB + 777, 7, 256 * KIB + PAGE, 2
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
     """A folder on a disk that takes direct writes."""
-    method = direct_writes.method_in(str(tmp_path), probe(str(tmp_path)).tier)
+    method = direct_writes.method_in(str(tmp_path), probe(str(tmp_path)).medium_kind)
     if method != DIRECT:
         pytest.skip(f"the temporary folder is on no disk that takes direct writes: {method}")
     return tmp_path
@@ -244,7 +244,7 @@ def test_a_training_on_a_disk_is_written_directly(disk):
 
 
 def test_in_memory_nothing_is_said(folder):
-    if probe(str(folder)).tier != MEDIUM_CACHE:
+    if probe(str(folder)).medium_kind != MEDIUM_CACHE:
         pytest.skip("there is no tmpfs here")
     model, optimizer = stepping()
     with lightck.attach(model, folder / "run.pool") as session:

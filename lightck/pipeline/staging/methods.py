@@ -92,7 +92,7 @@ class DirectMethod:
         self._ring_of_packed = PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        if writer.durability.tier == MEDIUM_DISK:
+        if writer.durability.medium_kind == MEDIUM_DISK:
             # The kernel does not see that a device wrote to a page, so the next fdatasync could skip the page.
             raise UnavailableError(
                 "the pool is on a disk, and what a device writes into such a pool might not become durable"

@@ -238,7 +238,7 @@ class DevdaxBackend:
             if facts is None:
                 raise _no_device(path)
             _check_owner(path, st)
-            kind = durability.probe_device(facts, system=self._system).tier
+            kind = durability.probe_device(facts, system=self._system).medium_kind
             return _Device(path, fd, facts, kind)
 
 

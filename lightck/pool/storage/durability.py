@@ -70,8 +70,8 @@ class Durability:
     """Kind of medium, for example ``tmpfs``, ``disk (ext2/3/4)`` or ``persistent memory (xfs, DAX)``."""
     evidence: tuple[str, ...]
     """Sentences without a full stop."""
-    tier: int
-    """The kind of medium: ``MEDIUM_...``. (It is none of the tiers of ``attach``.)"""
+    medium_kind: int
+    """The kind of medium: ``MEDIUM_...``."""
     numa_node: int | None = None
     """For persistent memory: the NUMA node whose processors access the memory fastest. None if unknown."""
     emulated: str | None = None
@@ -81,7 +81,7 @@ class Durability:
     @property
     def is_persistent_memory(self) -> bool:
         """Whether stores become durable without a system call."""
-        return self.tier in (MEDIUM_PM, MEDIUM_PM_EADR)
+        return self.medium_kind in (MEDIUM_PM, MEDIUM_PM_EADR)
 
     def __str__(self) -> str:
         survived = [name for name in ("process", "os", "power", "media") if getattr(self, name)]
@@ -218,9 +218,11 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
         )
     below = _probe(upper, None, system, nested_left - 1)
     evidence = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
-    if below.tier == MEDIUM_CACHE:
+    if below.medium_kind == MEDIUM_CACHE:
         return replace(below, medium=f"overlay on {below.medium}", evidence=evidence)
-    return replace(below, medium=f"overlay on {below.medium}", evidence=evidence, tier=MEDIUM_DISK, numa_node=None)
+    return replace(
+        below, medium=f"overlay on {below.medium}", evidence=evidence, medium_kind=MEDIUM_DISK, numa_node=None
+    )
 
 
 def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, nested_left: int) -> Durability:

@@ -133,7 +133,7 @@ class BackendContract:
     def test_what_is_written_after_publishing_is_seen_by_others(self, backend: Backend, path: str) -> None:
         container = self.made(backend, path)
         container.publish()
-        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
+        medium = Medium(container.fd, container.extents, backend.probe(path).medium_kind)
         medium.store(4096, b"through the mapping")
         medium.sync()
         reader = backend.open(path, write=False)
@@ -172,7 +172,7 @@ class BackendContract:
         durability = backend.probe(path)
         assert durability.evidence
         assert not durability.power or durability.os
-        assert not durability.os or (durability.process and durability.tier != MEDIUM_CACHE)
+        assert not durability.os or (durability.process and durability.medium_kind != MEDIUM_CACHE)
 
     def test_a_pool_lives_on_it(self, backend: Backend, path: str) -> None:
         """The whole library over this backend: train, resume, grow into another file, recover."""
@@ -400,7 +400,7 @@ class TestFileOnTmpfs(FileContract):
             pytest.skip(f"no tmpfs here: {durability.medium}")
         assert durability.process
         assert not durability.os
-        assert durability.tier == MEDIUM_CACHE
+        assert durability.medium_kind == MEDIUM_CACHE
 
     def test_a_full_file_system_is_an_error_that_leaves_nothing(self) -> None:
         outcome = toys.in_child(lambda: _fill_a_small_tmpfs(FileBackend(), 20 * MIB))
@@ -416,7 +416,7 @@ class TestFileOnDisk(FileContract):
 
     def test_it_says_what_it_relies_on(self, backend: Backend, path: str) -> None:
         durability = backend.probe(path)
-        if durability.tier != MEDIUM_DISK:
+        if durability.medium_kind != MEDIUM_DISK:
             pytest.skip(f"the temporary folder is no disk: {durability.medium}")
         assert durability.process
         assert any("fdatasync" in e or "unknown" in e or "volatile" in e for e in durability.evidence)

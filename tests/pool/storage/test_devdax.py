@@ -321,7 +321,7 @@ def judged(system: DeviceSystem):
 def test_a_namespace_of_the_firmware_survives_what_its_domain_says(plugged, domain, kind, power):
     found = judged(plugged[1].plug(NVDIMM, domain=domain))
     assert (found.process, found.os, found.power, found.media) == (True, True, power, False)
-    assert (found.tier, found.medium) == (kind, "persistent memory (device-dax)")
+    assert (found.medium_kind, found.medium) == (kind, "persistent memory (device-dax)")
     assert any("dax0.0 is a device-dax device" in line for line in found.evidence)
     assert any("ACPI.NFIT" in line for line in found.evidence)
 
@@ -329,13 +329,13 @@ def test_a_namespace_of_the_firmware_survives_what_its_domain_says(plugged, doma
 @pytest.mark.parametrize("provider", ["e820", "nfit_test.0", "virtio-pmem", "", "something"])
 def test_other_providers_promise_the_process_only(plugged, provider):
     found = judged(plugged[1].plug(NVDIMM, provider=provider))
-    assert (found.process, found.os, found.power, found.tier) == (True, False, False, MEDIUM_CACHE)
+    assert (found.process, found.os, found.power, found.medium_kind) == (True, False, False, MEDIUM_CACHE)
 
 
 @pytest.mark.parametrize("place", [HMEM, "pci0000:0c/root0/decoder0.0/region0/dax_region0/dax0.0"])
 def test_memory_that_is_not_on_the_nvdimm_bus_is_volatile(plugged, place):
     found = judged(plugged[1].plug(place))
-    assert (found.process, found.os, found.power, found.tier) == (True, False, False, MEDIUM_CACHE)
+    assert (found.process, found.os, found.power, found.medium_kind) == (True, False, False, MEDIUM_CACHE)
     assert any("not on the NVDIMM bus" in line for line in found.evidence)
 
 

@@ -116,7 +116,7 @@ def test_tmpfs_survives_the_process_only():
         pytest.skip("/dev/shm is no tmpfs that can be written here")
     found = probe("/dev/shm")
     assert promise(found) == PROCESS
-    assert found.tier == MEDIUM_CACHE
+    assert found.medium_kind == MEDIUM_CACHE
     assert found.medium == "tmpfs"
     assert str(found) == "tmpfs: survives process"
     reported(found, "f_type 0x1021994", "lives in memory")
@@ -127,7 +127,7 @@ def test_a_disk_on_this_machine_is_named(tmp_path):
     if not found.medium.startswith("disk"):
         pytest.skip(f"the temporary folder is on no disk: {found}")
     assert promise(found) == POWER
-    assert found.tier == MEDIUM_DISK
+    assert found.medium_kind == MEDIUM_DISK
     reported(found, "f_type", "fdatasync", "the device is")
 
 
@@ -179,7 +179,7 @@ def test_the_mount_is_the_deepest_and_last_one(tmp_path):
 @pytest.mark.parametrize(("kind", "name"), [(TMPFS, "tmpfs"), (0x858458F6, "ramfs"), (0x958458F6, "hugetlbfs")])
 def test_memory_file_systems(tmp_path, kind, name):
     found = Machine(tmp_path, kind).probe()
-    assert (promise(found), found.tier, found.medium) == (PROCESS, MEDIUM_CACHE, name)
+    assert (promise(found), found.medium_kind, found.medium) == (PROCESS, MEDIUM_CACHE, name)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_memory_file_systems(tmp_path, kind, name):
 )
 def test_what_is_behind_remote_and_unknown_file_systems_is_not_promised(tmp_path, kind, name):
     found = Machine(tmp_path, kind, GRANTED).nvdimm("ACPI.NFIT", "cpu_cache").probe()
-    assert (promise(found), found.tier, found.medium) == (PROCESS, MEDIUM_DISK, name)
+    assert (promise(found), found.medium_kind, found.medium) == (PROCESS, MEDIUM_DISK, name)
     reported(found, "unknown")
 
 
 def test_a_statfs_that_fails_promises_the_process_only(tmp_path):
     found = Machine(tmp_path, None).disk().probe()
-    assert (promise(found), found.tier) == (PROCESS, MEDIUM_DISK)
+    assert (promise(found), found.medium_kind) == (PROCESS, MEDIUM_DISK)
 
 
 # -- disks -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_statfs_that_fails_promises_the_process_only(tmp_path):
 def test_a_disk_survives_what_a_flush_survives(tmp_path, kind, name):
     machine = Machine(tmp_path, kind).disk()
     found = machine.probe()
-    assert (promise(found), found.tier, found.medium) == (POWER, MEDIUM_DISK, f"disk ({name})")
+    assert (promise(found), found.medium_kind, found.medium) == (POWER, MEDIUM_DISK, f"disk ({name})")
     reported(found, "nvme0n1", "fdatasync", "as far as the disk honours a flush")
     assert machine.asked == []  # no DAX is looked for on a disk
 
@@ -217,7 +217,7 @@ def test_zfs_keeps_its_devices_to_itself(tmp_path):
 
 def test_a_device_that_sysfs_does_not_show_promises_the_process_only(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED)
-    assert (promise(machine.probe()), machine.probe().tier) == (PROCESS, MEDIUM_DISK)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (PROCESS, MEDIUM_DISK)
     machine.number = None
     assert promise(machine.probe()) == PROCESS
 
@@ -227,7 +227,7 @@ def test_a_disk_in_memory_is_memory(tmp_path, name):
     machine = Machine(tmp_path, EXT4)
     machine.device(f"virtual/block/{name}")
     found = machine.probe()
-    assert (promise(found), found.tier, found.medium) == (PROCESS, MEDIUM_CACHE, "memory (ext2/3/4)")
+    assert (promise(found), found.medium_kind, found.medium) == (PROCESS, MEDIUM_CACHE, "memory (ext2/3/4)")
     reported(found, name)
 
 
@@ -297,13 +297,13 @@ def test_an_overlay_is_as_durable_as_its_upper_folder(tmp_path):
     upper.mkdir()
     machine.kinds[str(upper)] = EXT4
     found = machine.probe()
-    assert (promise(found), found.tier) == (POWER, MEDIUM_DISK)
+    assert (promise(found), found.medium_kind) == (POWER, MEDIUM_DISK)
     assert found.medium == "overlay on disk (ext2/3/4)"
     machine.kinds[str(upper)] = TMPFS
-    assert (promise(machine.probe()), machine.probe().tier) == (PROCESS, MEDIUM_CACHE)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (PROCESS, MEDIUM_CACHE)
     machine.kinds[str(upper)] = EXT4
     machine.mounted("overlay", f"rw,volatile,upperdir={upper}")
-    assert (promise(machine.probe()), machine.probe().tier) == (PROCESS, MEDIUM_DISK)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (PROCESS, MEDIUM_DISK)
     reported(machine.probe(), "volatile")
 
 
@@ -312,7 +312,7 @@ def test_an_overlay_on_persistent_memory_is_used_like_a_disk(tmp_path):
     (tmp_path / "upper").mkdir()
     machine.kinds[str(tmp_path / "upper")] = EXT4
     machine.mounted("overlay", f"rw,upperdir={tmp_path / 'upper'}")
-    assert (promise(machine.probe()), machine.probe().tier) == (POWER, MEDIUM_DISK)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (POWER, MEDIUM_DISK)
 
 
 # -- persistent memory -----------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_an_overlay_on_persistent_memory_is_used_like_a_disk(tmp_path):
 )
 def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain, medium, words):
     found = Machine(tmp_path, kind, GRANTED).nvdimm(provider, domain).probe()
-    assert (promise(found), found.tier, found.numa_node) == (POWER, medium, 0)
+    assert (promise(found), found.medium_kind, found.numa_node) == (POWER, medium, 0)
     assert found.medium.startswith("persistent memory")
     assert found.is_persistent_memory
     reported(found, "MAP_SYNC", "region0 of ndbus0", provider, domain, words, "NUMA node 0")
@@ -336,7 +336,7 @@ def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain
 @pytest.mark.parametrize("domain", [None, "", "unknown", "something new"])
 def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
     found = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", domain).probe()
-    assert (promise(found), found.tier) == (OS, MEDIUM_PM)
+    assert (promise(found), found.medium_kind) == (OS, MEDIUM_PM)
     reported(found, "does not state its persistence domain")
 
 
@@ -344,14 +344,14 @@ def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
 @pytest.mark.parametrize("dax", [GRANTED, REFUSED])
 def test_memory_that_pretends_to_be_persistent_survives_the_process_only(tmp_path, provider, dax):
     found = Machine(tmp_path, EXT4, dax).nvdimm(provider, "memory_controller").probe()
-    assert (promise(found), found.tier) == (PROCESS, MEDIUM_CACHE)
+    assert (promise(found), found.medium_kind) == (PROCESS, MEDIUM_CACHE)
     reported(found, "is declared persistent", "memmap=", provider)
 
 
 @pytest.mark.parametrize("provider", [None, "", "something new", "ACPI.NFIT2"])
 def test_a_region_of_an_unknown_provider_could_be_memory(tmp_path, provider):
     found = Machine(tmp_path, EXT4, GRANTED).nvdimm(provider, "cpu_cache").probe()
-    assert (promise(found), found.tier) == (PROCESS, MEDIUM_DISK)
+    assert (promise(found), found.medium_kind) == (PROCESS, MEDIUM_DISK)
     reported(found, "could be ordinary memory")
 
 
@@ -359,7 +359,7 @@ def test_persistent_memory_without_map_sync_is_used_like_a_disk(tmp_path):
     for dax, how in ((REFUSED, "without DAX"), (Dax(True, False, "Operation not supported"), "with DAX")):
         machine = Machine(tmp_path / how, EXT4, dax).nvdimm("ACPI.NFIT", "memory_controller")
         found = machine.probe()
-        assert (promise(found), found.tier, found.medium) == (POWER, MEDIUM_DISK, "disk (ext2/3/4)")
+        assert (promise(found), found.medium_kind, found.medium) == (POWER, MEDIUM_DISK, "disk (ext2/3/4)")
         reported(found, how, "MAP_SYNC is not granted (Operation not supported)", "region0", "fdatasync")
         machine.write("sys/devices/LNXSYSTM:00/ACPI0012:00/ndbus0/region0/persistence_domain", "\n")
         assert promise(machine.probe()) == OS
@@ -367,14 +367,14 @@ def test_persistent_memory_without_map_sync_is_used_like_a_disk(tmp_path):
 
 def test_virtio_pmem_is_flushed_by_its_host(tmp_path):
     found = Machine(tmp_path, EXT4, Dax(True, False, "Operation not supported")).nvdimm("virtio-pmem", None).probe()
-    assert (promise(found), found.tier) == (POWER, MEDIUM_DISK)
+    assert (promise(found), found.medium_kind) == (POWER, MEDIUM_DISK)
     reported(found, "its host makes it durable when asked to flush")
 
 
 def test_a_processor_that_cannot_write_lines_back_uses_fdatasync(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", "memory_controller")
     machine.instruction = None
-    assert (promise(machine.probe()), machine.probe().tier) == (POWER, MEDIUM_DISK)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (POWER, MEDIUM_DISK)
     reported(machine.probe(), "cannot write cache lines back")
 
 
@@ -394,9 +394,9 @@ def test_several_regions_promise_what_the_weakest_does(tmp_path):
     for i in (0, 1):
         (mapper / "slaves" / f"pmem{i}").symlink_to(os.readlink(tmp_path / "sys" / "dev" / "block" / f"259:{i + 1}"))
     found = machine.probe()
-    assert (promise(found), found.tier, found.numa_node) == (POWER, MEDIUM_PM, None)
+    assert (promise(found), found.medium_kind, found.numa_node) == (POWER, MEDIUM_PM, None)
     machine.write("sys/devices/LNXSYSTM:00/ACPI0012:01/ndbus1/provider", "e820\n")
-    assert (promise(machine.probe()), machine.probe().tier) == (PROCESS, MEDIUM_CACHE)
+    assert (promise(machine.probe()), machine.probe().medium_kind) == (PROCESS, MEDIUM_CACHE)
 
 
 def test_an_existing_pool_is_tried_itself(tmp_path):

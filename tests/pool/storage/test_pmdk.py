@@ -414,4 +414,4 @@ def test_one_flipped_bit_in_the_container_never_gives_wrong_values(pool: Path) -
 def test_probe_is_that_of_the_file_system(pool: Path) -> None:
     assert PmdkBackend().probe(str(pool)) == FileBackend().probe(str(pool))
     if FileBackend().probe(str(pool)).medium == "tmpfs":
-        assert PmdkBackend().probe(str(pool)).tier == MEDIUM_CACHE
+        assert PmdkBackend().probe(str(pool)).medium_kind == MEDIUM_CACHE
