@@ -34,7 +34,7 @@ enum {
     LCK_ECHECKSUM = -7,  /* a block does not match its checksum */
     LCK_ESHORT = -8,     /* the file ended early */
     LCK_EDROPPED = -9,   /* the job was dropped before it committed */
-    LCK_ESTATE = -10,    /* the job is not in a state that allows this call, or the ticket is unknown */
+    LCK_ESTATE = -10,    /* the state of job, medium or library forbids this call, or the ticket is unknown */
     LCK_EMISSING = -11   /* a library (libpmemobj, GNU OpenMP) is missing or too old */
 };
 
@@ -124,9 +124,9 @@ enum {
 };
 
 /* Allocate huge pages for a range of a new file in which nothing is allocated yet. `off` is a multiple of 2 MiB.
- * `threads`: maximum number of threads, the calling one included; at most 8 are used. The file is extended to the end
- * of the range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge
- * page. */
+ * `threads`: maximum number of threads, the calling one included; at most 8 are used. On tmpfs the file is extended
+ * to the end of a range of 2 MiB or more. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or
+ * the kernel grants no huge page. */
 uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file whose space is allocated. Used on persistent memory before the file
  * is mapped. Otherwise the first store to each page would wait for the file system's journal, because the file system
@@ -143,7 +143,7 @@ int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t kind, lck_medium **out);
 /* Unmap the medium, and free it and its trace. No job may be running on the medium. */
 int32_t lck_medium_close(lck_medium *medium);
-/* Length in bytes; 0 if the medium is NULL or was opened before a fork. */
+/* Length in bytes; 0 if the medium is NULL, and in a forked child. */
 uint64_t lck_medium_size(const lck_medium *medium);
 /* Address of the medium's first byte, for a device that writes into the medium directly (LCK_PLACED). 0 in the cases in
  * which lck_medium_size returns 0. */
@@ -296,7 +296,7 @@ enum {
      * partial job of that generation has failed or was dropped and still has an entry (see lck_job_forget). */
     LCK_PART = 1,
     LCK_FOLLOWS = 2, /* not the first job of its generation: the slot's header is written already */
-    LCK_HELD = 4     /* the sources are not complete yet: nothing is copied before lck_job_start */
+    LCK_HELD = 4     /* the sources are not complete yet: only LCK_NOW copies are made before lck_job_start */
 };
 
 /* What is needed to commit a checkpoint. lck_job_submit copies this struct; the memory at image and raw_crcs must stay
@@ -398,9 +398,9 @@ typedef struct lck_span {
     uint32_t zero;
 } lck_span;
 
-/* Record spans from now on, in a queue of `cells` spans (a power of two, at most LCK_SPANS_MAX). The queue exists until
- * the engine is closed: a later call uses the same queue, and `cells` has no effect then. While recording is off, a
- * span costs one load and one branch. */
+/* Record spans from now on, in a queue of `cells` spans (a power of two from 2 to LCK_SPANS_MAX). The queue exists
+ * until the engine is closed: a later call uses the same queue, and `cells` has no effect then. While recording is off,
+ * a span costs one load and one branch. */
 int32_t lck_spans_start(lck_engine *engine, uint64_t cells);
 /* Stop recording; spans that have begun may be added to the queue afterwards. */
 int32_t lck_spans_stop(lck_engine *engine);

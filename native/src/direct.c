@@ -1,7 +1,7 @@
 /* direct.c: write large blocks of a checkpoint past the page cache (O_DIRECT), from buffers in huge pages.
  *
  * A store through the mapping costs a page fault, a dirty page and its write-back. A direct write costs one copy into a
- * buffer that stays, and the disk reads the buffer itself.
+ * buffer that is used again and again, and the disk reads directly from that buffer.
  *
  * The rest of a pool is still stored through the mapping, and others read the file through the page cache. The kernel
  * keeps both in step: before a direct write it writes back and drops the cached pages of the range, and afterwards it
@@ -80,8 +80,8 @@ void range_leave(struct direct *direct, struct direct_range *range)
 
 /* ---- buffers ------------------------------------------------------------------------------------------- */
 
-/* A buffer is one huge page if the kernel grants it, else small pages at the same address: the disk then gets many
- * short runs, which costs processor time. A forked child does not get it. NULL if memory is short. */
+/* The buffer is one huge page if the kernel grants one, else many small pages: the disk then gets many short runs,
+ * which costs processor time. A forked child does not inherit the buffer. NULL if memory is short. */
 static struct direct_buffer *new_buffer(void)
 {
     struct direct_buffer *buffer = malloc(sizeof *buffer);
@@ -142,7 +142,8 @@ bool direct_fits(const lck_medium *medium, uint64_t off, uint64_t nbytes)
            off + nbytes + DIRECT_PAGE <= medium->nbytes;
 }
 
-/* Write whole pages. A write that the kernel made in part is continued at the last whole page. Returns an errno, or 0. */
+/* Write whole pages. A write that the kernel made in part is continued at the last whole page. Returns an errno, or
+ * 0. */
 static int write_pages(const struct direct *direct, const unsigned char *bytes, uint64_t off, uint64_t nbytes)
 {
     for (uint64_t at = 0; at < nbytes;) {
@@ -160,7 +161,7 @@ static int write_pages(const struct direct *direct, const unsigned char *bytes, 
 }
 
 /* Whether the kernel refuses direct writes to this file as such, so that the page cache must be used instead. EFBIG:
- * the process may write no file of this length (ulimit -f), but store to its mapping. */
+ * ulimit -f forbids a write at this offset, but no store to the mapping. */
 static bool refuses(int error)
 {
     return error == EINVAL || error == EOPNOTSUPP || error == EFBIG;

@@ -257,7 +257,7 @@ uint64_t lck_engine_cpu_ns(const lck_engine *engine)
 {
     if (engine_check(engine) != LCK_OK)
         return 0;
-    uint64_t sum = atomic_load(&engine->has_team) ? cpu_ns(engine->team) : 0;
+    uint64_t sum = atomic_load(&engine->has_team_thread) ? cpu_ns(engine->team_thread) : 0;
     for (uint32_t i = 0; i < engine->threads; i++)
         sum += cpu_ns(engine->workers[i]);
     return sum;

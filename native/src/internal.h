@@ -199,8 +199,8 @@ struct direct {
     struct direct_buffer *free;
 };
 
-/* Wait until no direct write (is_store) or no store (not is_store) is under way in the windows of these bytes, and keep
- * others out until range_leave. A thread enters one range at a time. */
+/* A store (is_store) waits until no direct write is under way in the windows of these bytes, and a direct write until
+ * no store is. The range keeps the other kind out until range_leave. A thread enters one range at a time. */
 void range_enter(struct direct *direct, struct direct_range *range, uint64_t off, uint64_t nbytes, bool is_store);
 void range_leave(struct direct *direct, struct direct_range *range);
 /* The bytes of whole pages in [off, off + nbytes); *head: how many bytes lie before the first of these pages. */
@@ -285,9 +285,10 @@ enum phase {
 enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
 
 /* Job entries are a fixed array of the engine. `word` contains ticket and phase together, so that one load returns a
- * consistent pair. A thread that accesses another field of an entry first increments `users` and then checks `word`
- * again (job_enter). A submitting thread first sets PHASE_BUILDING and then re-initialises the entry only if `users` is
- * 0. All these accesses are sequentially consistent, so at least one of the two threads sees what the other wrote. */
+ * consistent pair. A thread that accesses another field of an entry, except for a hint in work.c, first increments
+ * `users` and then checks `word` again (job_enter). A submitting thread first sets PHASE_BUILDING and then
+ * re-initialises the entry only if `users` is 0. All these accesses are sequentially consistent, so at least one of the
+ * two threads sees what the other wrote. */
 struct job {
     _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
     _Atomic uint32_t users;    /* number of threads that have entered the entry (job_enter) and not left it yet */
@@ -335,9 +336,9 @@ struct lck_engine {
     struct job jobs[LCK_JOBS_MAX];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
-    pthread_t team; /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */
-    _Atomic bool has_team; /* the thread `team` was started; it need not have an OpenMP team now */
-    _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
+    pthread_t team_thread;        /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */
+    _Atomic bool has_team_thread; /* it was started; it need not have an OpenMP team now */
+    _Atomic bool no_room;         /* no further OpenMP thread could be started: not tried again */
 };
 
 static inline int32_t engine_check(const lck_engine *engine)
@@ -416,7 +417,7 @@ void span_start(struct span *span);
 void span_end(lck_engine *engine, const struct span *span, uint32_t kind, uint64_t generation, uint64_t tensor,
               uint64_t nbytes, bool helped);
 
-/* Begin a span and return true if recording is on; the caller must then call span_end. */
+/* Begin a span and return true if recording is on. The caller then calls span_end, except after a failure. */
 static inline bool span_begin(lck_engine *engine, struct span *span)
 {
     if (LCK_LIKELY(!atomic_load_explicit(&engine->spans_on, memory_order_acquire)))
@@ -425,7 +426,7 @@ static inline bool span_begin(lck_engine *engine, struct span *span)
     return true;
 }
 
-/* -- submit.c, seal.c, populate.c -- */
+/* -- seal.c, populate.c -- */
 
 void seal_header(lck_medium *medium, const lck_commit *commit);
 int32_t seal_job(lck_engine *engine, struct job *job, bool helped);

@@ -173,8 +173,8 @@ static void lose(lck_medium *medium) { atomic_store(&medium->lost, true); }
 
 static bool is_lost(lck_medium *medium) { return LCK_UNLIKELY(atomic_load(&medium->lost)); }
 
-/* Every store through the mapping lies between these two calls, which keep it apart from direct writes. A guard is
- * entered and left between them, so that after SIGBUS the range is left too. */
+/* Every store of this file through the mapping lies between these two calls, which keep it apart from direct writes. A
+ * guard is entered and left between them, so that after SIGBUS the range is left too. */
 static void begin_store(lck_medium *medium, struct direct_range *range, uint64_t off, uint64_t nbytes)
 {
     if (LCK_UNLIKELY(medium->direct != NULL))

@@ -142,7 +142,7 @@ static bool make_team(void)
 static void *keep_team(void *arg)
 {
     lck_engine *engine = arg;
-    /* Named here, not by the thread that starts it: the team's other thread inherits the name that is set by then. */
+    /* This thread gets its name before it makes the team, because the team's other thread inherits the name. */
     (void)pthread_setname_np(pthread_self(), "lightck-openmp");
     for (bool kept = false;;) {
         uint32_t seen = atomic_load(&engine->pulse);
@@ -166,11 +166,11 @@ static int32_t start(lck_engine *engine)
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&engine->team, NULL, keep_team, engine);
+    int error = pthread_create(&engine->team_thread, NULL, keep_team, engine);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error != 0)
         return status_sys(error);
-    atomic_store(&engine->has_team, true);
+    atomic_store(&engine->has_team_thread, true);
     return LCK_OK;
 }
 
@@ -184,7 +184,7 @@ int32_t lck_engine_passive(lck_engine *engine, int32_t on)
     if (on != 0 && atomic_load(&engine->no_room))
         return status_sys(EAGAIN);
     pthread_mutex_lock(&engine->submit_lock);
-    if (on != 0 && !atomic_load(&engine->has_team))
+    if (on != 0 && !atomic_load(&engine->has_team_thread))
         status = start(engine);
     pthread_mutex_unlock(&engine->submit_lock);
     if (status == LCK_OK && atomic_exchange(&engine->passive, on != 0) != (on != 0))
@@ -194,8 +194,8 @@ int32_t lck_engine_passive(lck_engine *engine, int32_t on)
 
 void openmp_stop(lck_engine *engine)
 {
-    if (atomic_load(&engine->has_team))
-        pthread_join(engine->team, NULL);
+    if (atomic_load(&engine->has_team_thread))
+        pthread_join(engine->team_thread, NULL);
 }
 
 #else

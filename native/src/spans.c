@@ -1,8 +1,8 @@
 /* spans.c: record when each thread copied and sealed, for traces of a training.
  *
  * Spans go into a bounded queue with a turn number per cell. Any thread that copies or seals is a producer, and there
- * is one consumer at a time. No thread waits. If the queue is full, or if a producer of idle priority lost the
- * processor while it filled a cell, later spans are counted as dropped. No span overwrites another. */
+ * is one consumer at a time. No thread waits. If the queue is full, further spans are counted as dropped. The cause
+ * can be a producer of idle priority that lost the processor while it filled a cell. No span overwrites another. */
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -105,7 +105,7 @@ int32_t lck_spans_start(lck_engine *engine, uint64_t cells)
     int32_t status = engine_check(engine);
     if (status != LCK_OK)
         return status;
-    if (cells == 0 || (cells & (cells - 1)) != 0 || cells > LCK_SPANS_MAX)
+    if (cells < 2 || (cells & (cells - 1)) != 0 || cells > LCK_SPANS_MAX)
         return LCK_EINVAL;
     if (atomic_load(&engine->spans) == NULL) {
         struct span_queue *queue = queue_new(cells);

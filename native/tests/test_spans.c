@@ -157,6 +157,7 @@ static void test_arguments(void)
     uint64_t count, dropped;
     setup(1);
     CHECK_EQ(lck_spans_start(engine, 0), LCK_EINVAL);
+    CHECK_EQ(lck_spans_start(engine, 1), LCK_EINVAL);
     CHECK_EQ(lck_spans_start(engine, 24), LCK_EINVAL);
     CHECK_EQ(lck_spans_start(engine, 2 * (uint64_t)LCK_SPANS_MAX), LCK_EINVAL);
     CHECK_EQ(lck_spans_start(NULL, 16), LCK_EINVAL);
