@@ -45,7 +45,7 @@ def drop_loaded(trainer: Any, path: str, step: int) -> None:
 
 def _is_chosen_by_lightning(trainer: Any, file: str) -> bool:
     connector = trainer._checkpoint_connector
-    if connector._user_managed or _was_passed(trainer):
+    if is_asked_for(trainer):
         return False
     if file == connector._hpc_resume_path:
         return True
@@ -57,11 +57,18 @@ def _is_chosen_by_lightning(trainer: Any, file: str) -> bool:
     return file in found
 
 
-def _was_passed(trainer: Any) -> bool:
-    """Whether the script has passed ``ckpt_path`` to ``fit``. (Lightning does not keep what was passed.)"""
+def is_asked_for(trainer: Any) -> bool:
+    """Whether this fit begins with a file of Lightning that the script has asked for. (If it has passed "last", and
+    there is no such file, Lightning gives ``_run`` no path.)"""
+    is_asked = trainer._checkpoint_connector._user_managed or _was_passed(trainer, "fit")
+    return bool(is_asked and _was_passed(trainer, "_run"))
+
+
+def _was_passed(trainer: Any, method: str) -> bool:
+    """Whether a method of the Trainer that runs now was given a ``ckpt_path``. (Lightning does not keep it.)"""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+        if frame.f_code.co_name == method and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
             return frame.f_locals["ckpt_path"] is not None
         frame = frame.f_back
     return False

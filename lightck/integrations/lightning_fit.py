@@ -88,6 +88,7 @@ class Progress:
             "stopped_early": fit.has_stopped_early if pending is None else _is_early(pending),
             "limits": loops.limits(trainer.fit_loop) if pending is None else pending["limits"],
             "accumulate_grad_batches": fit.batches_per_update,
+            "accumulate_grad_batches_given": fit.given_batches_per_update,
             "in_eval": fit.eval_modules,
             "validation_generators": fit.validation_generators(),
             "callbacks": callbacks.saved(trainer, fit.callback),
@@ -179,6 +180,8 @@ class Fit:
         """What the ``EarlyStopping`` callbacks said of their last stop when this fit began."""
         self.had_stopped_early = False
         """Whether an ``EarlyStopping`` callback of the run before has asked for the end, which is still to come."""
+        self.given_batches_per_update = 1
+        """What the script has passed as ``accumulate_grad_batches``."""
         self._n_ended = 0
         """Number of batches of the training, earlier runs included, when ``end_step()`` last ended a step (used with
         manual optimization only)."""
@@ -189,9 +192,10 @@ class Fit:
         """Look at the pool, and replace what this file needs."""
         self._look()
         trainer, loop = self.trainer, self.trainer.fit_loop
+        self.given_batches_per_update = trainer.accumulate_grad_batches
         loggers.follow(trainer)
         if self.found is not None:
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and not files.is_asked_for(trainer):  # a file of the script counts, not the pool
                 loggers.rewind(trainer, self.found["loggers"])
             self._replace(trainer, "num_sanity_val_steps", lambda _: 0)  # the first run has made the check
         for one in _flat(getattr(loop.epoch_loop.val_loop._data_source, "instance", None)):
@@ -297,6 +301,7 @@ class Fit:
         if not self.module.automatic_optimization:
             self.session._expect_end_step()  # the first batch too may make several updates
         if not (self.session.done and trainer.fit_loop.done):
+            self._warn_of_other_accumulation()
             self._wrap_loaders()
             return
         log.warning(
@@ -362,6 +367,18 @@ class Fit:
             wrapped.append(TrainLoader(loader, session_loader, self._before_next, self._forget_fetcher))
         combined.flattened = wrapped
 
+    def _warn_of_other_accumulation(self) -> None:
+        if self._accumulates_otherwise:
+            assert self.pending_state is not None
+            log.warning(
+                "lightck: accumulate_grad_batches is %s now, and was %s in the run before. From step %d on, an update "
+                "takes the gradients of %s batches",
+                self.given_batches_per_update,
+                self.pending_state["accumulate_grad_batches_given"],
+                self.callback.session.step,
+                self.given_batches_per_update,
+            )
+
     def _refuse_other_length(self) -> None:
         """Raise if an epoch has another number of batches than the epoch in which the run before was."""
         assert self.pending_state is not None
@@ -382,7 +399,7 @@ class Fit:
             for one in self.attributes.values():
                 one.restore_again()
             results.restore(self.trainer, self.pending_state)
-            self.trainer.accumulate_grad_batches = self.pending_state["accumulate_grad_batches"]
+            self.trainer.accumulate_grad_batches = self.batches_per_update
             eval_modules = set(self.pending_state["in_eval"])
             for name, one in self.module.named_modules():
                 one.training = name not in eval_modules
@@ -401,7 +418,14 @@ class Fit:
     def batches_per_update(self) -> int:
         """Number of batches for an update. (After a resume, ``trainer.accumulate_grad_batches`` gets the saved value
         only at the first batch: ``GradientAccumulationScheduler`` refuses any but 1 in ``on_train_start``.)"""
-        return int((self.pending_state or {}).get("accumulate_grad_batches", self.trainer.accumulate_grad_batches))
+        now, pending = self.trainer.accumulate_grad_batches, self.pending_state
+        return int(now if pending is None or self._accumulates_otherwise else pending["accumulate_grad_batches"])
+
+    @property
+    def _accumulates_otherwise(self) -> bool:
+        """Whether the script now passes another ``accumulate_grad_batches`` than in the run before."""
+        given = self.given_batches_per_update
+        return bool((self.pending_state or {}).get("accumulate_grad_batches_given", given) != given)
 
     @property
     def eval_modules(self) -> list[str]:

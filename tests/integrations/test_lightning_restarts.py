@@ -18,6 +18,7 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from toys import everything  # noqa: E402
@@ -120,6 +121,40 @@ def test_more_epochs_after_a_checkpoint_of_mid_epoch_are_whole(folder, pool, cap
     assert first == {0: 4}
     assert {epoch: second[epoch] for epoch in (1, 2)} == {1: 10, 2: 10}
     assert "in the middle of an iteration" not in logged
+
+
+def test_another_accumulation_counts_and_is_named(folder, pool, caplog):
+    def longer() -> Any:
+        fitted(folder / "out", pool, accumulate_grad_batches=2)
+        fitted(folder / "out", pool, accumulate_grad_batches=2, max_epochs=2)
+        before = caplog.text
+        return before, fitted(folder / "out", pool, accumulate_grad_batches=5, max_epochs=3)[1], caplog.text
+
+    before, n_updates, logged = in_child(longer)
+    assert n_updates == 5 + 5 + 2
+    assert "accumulate_grad_batches" not in before
+    assert "accumulate_grad_batches is 5 now, and was 2 in the run before. From step 10 on" in logged
+
+
+def test_the_log_keeps_its_rows_if_ckpt_path_counts(folder, pool):
+    def logger() -> CSVLogger:
+        return CSVLogger(folder / "out", name="logs", flush_logs_every_n_steps=1)
+
+    def behind() -> None:
+        options = {"interval": 5}
+        fitted(folder / "out", pool, Kills(after=8), options=options, logger=logger(), log_every_n_steps=1)
+
+    def ahead() -> int:
+        fitted(folder / "first", None, ModelCheckpoint(folder / "saved", filename="saved", every_n_train_steps=7))
+        file = folder / "saved" / "saved.ckpt"
+        return fitted(folder / "out", pool, ckpt_path=file, logger=logger(), log_every_n_steps=1)[1]
+
+    killed_child(behind)
+    log = folder / "out" / "logs" / "version_0" / "metrics.csv"
+    before = log.read_text()
+    assert len(before.splitlines()) > 1 + 5
+    assert in_child(ahead) == 10
+    assert log.read_text() == before
 
 
 # -- weights beside the model ------------------------------------------------------------------------------------------
