@@ -22,7 +22,6 @@ from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.writer import Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import NOT_EXACT_KEY, Saved, Source, load_tensors, unpack_dict
-from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.state import values
 from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY
 
@@ -119,14 +118,15 @@ def state_for_copy(stored: Saved) -> dict[str, object]:
     gradient records, which are not copied. It has ``NOT_EXACT_KEY`` if the replay of the updates may have given other
     bits than the training."""
     state = {key: value for key, value in unpack_dict(stored.state).items() if key not in (UPDATE_KEY, BASE_EVERY_KEY)}
-    if isinstance(stored, ReplayedCheckpoint) and stored.not_exact:
-        state[NOT_EXACT_KEY] = stored.not_exact
+    not_exact = getattr(stored, "not_exact", "")  # of a ``ReplayedCheckpoint`` or a ``Relocated``
+    if not_exact:
+        state[NOT_EXACT_KEY] = not_exact
     return state
 
 
 def small_state_of_new_pool(stored: Saved) -> bytes:
-    """Return the small state for a copy in a pool of its own: also without ``stale_after``, which is a generation of
-    the old pool."""
+    """Return the small state for a copy in a pool of its own: that of ``state_for_copy``, without ``stale_after``,
+    which is a generation of the old pool."""
     return values.pack(state_for_copy(stored) | {"stale_after": None}, path="state")
 
 

@@ -44,6 +44,7 @@ from lightck.restore.logical import (
 )
 from lightck.restore.read_boxes import BoxRead, Destination, blocks_of, read_boxes
 from lightck.restore.stages import HeldNames, merged_state, with_ties
+from lightck.restore.usable import parse
 from lightck.state.inventory import param_of
 from lightck.state.parts import Part
 from lightck.state.shares import Shares
@@ -181,6 +182,15 @@ class Relocated:
     def uuid(self) -> bytes:
         return self.logical.of_ranks[0].uuid
 
+    @property
+    def not_exact(self) -> str:
+        """Why a training that continues from this checkpoint may not be bit-identical to the ranks that saved it; empty
+        if it is. Needs a replay of all parts, as ``entries`` of checkpoints with gradient records does."""
+        found = [(rank, parse(stored).not_exact) for rank, stored in enumerate(self.logical.of_ranks)]
+        texts = [f"in the part of rank {rank}, {reason}" for rank, reason in found if reason]
+        more = len(texts) - 2
+        return "; ".join(texts[:2] + ([f"so it is in the parts of {more} more ranks"] if more > 0 else []))
+
     def owns_slot(self) -> bool:
         return all(stored.owns_slot() for stored in self.logical.of_ranks)
 
@@ -250,7 +260,7 @@ class Relocated:
         )
 
     def _places_that_count(self, name: str) -> list[list[int]]:
-        """Return, for each place of which an averaged tensor is read, the pools that hold it there."""
+        """Return, for each place whose values of an averaged tensor are read, the pools that hold these values."""
         of_places = self.logical.averaged[name]
         return of_places if self.own_place is None else of_places[self.own_place : self.own_place + 1]
 
@@ -319,8 +329,9 @@ class Relocated:
         else:
             local = [position for position in left if not found[position].is_remote]
             remote = [position for position in left if found[position].is_remote]
+            first = sorted(found)[self.rank % len(found)] if found else 0
             first_remote = self.logical.remote_first.get(name, 0)
-            order = _rotated(local, self.rank % max(1, len(found))) + _rotated(remote, first_remote)
+            order = _rotated(local, first) + _rotated(remote, first_remote)
         return {position: found[position] for position in order}
 
     def _read(

@@ -26,11 +26,10 @@ from lightck.pool.writer import PoolWriter
 from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
-from lightck.restore.contents import unpack_dict
 from lightck.restore.directory import recover_newest
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_disagreeing_ranks
-from lightck.restore.pool_copies import commit_copy
+from lightck.restore.pool_copies import commit_copy, state_for_copy
 from lightck.restore.relocated import Relocated
 from lightck.state import values
 from lightck.state.parts import Part
@@ -128,7 +127,7 @@ def _write_one(
     if not has_same_ranks:
         key = key_of_rank(run_id, logical.step, 0 if have_same_random_states(logical) else rank)
     changed, restarted = moved_state(relocated, n_saved, key)
-    state = values.pack(unpack_dict(relocated.state) | changed, path="state")
+    state = values.pack(state_for_copy(relocated) | changed, path="state")
     mesh, place = ((n_ranks,), (rank,)) if parts else ((), ())
     group = GroupIdentity(
         run_id=run_id, world_id=world_id, rank=rank, world_size=n_ranks, mesh_shape=mesh, coordinate=place

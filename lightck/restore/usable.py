@@ -19,8 +19,8 @@ from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, re
 RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
 """A checkpoint in the pool of one rank."""
 STALE_REASON = (
-    "it is stale: a newer checkpoint records that this one may hold wrong bytes, because only after it was saved did "
-    "lightck detect a write to a tensor, or that replaying a recorded update gives another result"
+    "it is stale: a newer checkpoint records that this one may hold wrong bytes, because lightck detected a write to a "
+    "tensor, or that replaying a recorded update gives another result, only after this one was saved"
 )
 
 
@@ -84,9 +84,10 @@ class StaleCheckpoints:
 
 
 def parse(stored: Saved) -> Contents:
-    """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
+    """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed. ``not_exact`` is that of the
+    checkpoint, if it has one (``ReplayedCheckpoint``, ``Relocated``)."""
     contents = parse_state(stored)
-    not_exact = stored.not_exact if isinstance(stored, ReplayedCheckpoint) else contents.not_exact
+    not_exact: str = getattr(stored, "not_exact", contents.not_exact)
     return replace(contents, entries=stored.entries, not_exact=not_exact)
 
 

@@ -20,6 +20,7 @@ from lightck.cli.base import OK
 from lightck.cli.verify import pool_facts
 from lightck.errors import NoSpaceError, RankError, UnsupportedError
 from lightck.pool.reader import open_pool
+from lightck.state.fingerprint import fingerprint
 
 from .trainings import TOPOLOGIES, Run, Topology, body, build, ddp_first, is_equal, wrapper_of
 
@@ -144,6 +145,22 @@ def test_three_ranks_load_what_two_have_stored(strategy: Any, saved: tuple[Path,
     assert is_equal(found, expected)
     runs = ranked.values(run_ranks(3, body(three, saved[0], 16, strategy=strategy)))
     assert is_equal(runs, ranked.values(run_ranks(3, body(three, saved[1], 16))))
+
+
+def test_a_replay_under_other_conditions_is_said_of_the_whole_state_too(
+    saved: tuple[Path, Path], pool: Path, monkeypatch: Any
+) -> None:
+    assert lightck.recover(saved[0]).exact
+    now = fingerprint()
+    monkeypatch.setattr("lightck.restore.gradient_state.fingerprint", lambda: now | {"torch": "1.0"})
+    found = lightck.recover(saved[0])
+    assert not found.exact
+    assert "in the part of rank 1, updates were replayed under other conditions" in found.reason
+    assert main(["reshard", str(saved[0]), str(pool.parent / "new"), "--world", "3"], standalone_mode=False) == OK
+    monkeypatch.undo()
+    again = lightck.recover(pool.parent / "new")
+    assert not again.exact
+    assert "in the part of rank 1, updates were replayed under other conditions" in again.reason
 
 
 def test_tools_read_the_pools_of_a_group(saved: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
