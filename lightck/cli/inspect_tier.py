@@ -31,7 +31,7 @@ def inspect(
     path: str, step: int | None, as_json: bool, contents_of: ContentsOf, show_contents: Callable[[Facts], None]
 ) -> int:
     """Show what lies in a tier. ``show_contents``: prints what ``contents_of`` returns. Exit status 1 if there are
-    checkpoints and none of them can be used."""
+    checkpoints and none of them (of those of ``step``, if given) can be used."""
     facts = tier_facts(path, step, contents_of)
     if as_json:
         print_json(facts)
@@ -109,9 +109,7 @@ def _compressed(candidates: Sequence[Candidate]) -> list[Facts]:
 
 def _nbytes_of(store: Store, names: Sequence[ObjectName]) -> int | None:
     """Return how many bytes these objects have; None if the store does not say."""
-    from lightck.tiers.store import KnowsSizes
-
-    if not isinstance(store, KnowsSizes):
+    if not store.knows_sizes:
         return None
     return sum(store.nbytes_of(str(name)) or 0 for name in names)
 
@@ -221,7 +219,7 @@ def _remarks(facts: Facts) -> Iterator[str]:
     if unnamed:
         sizes = [each["unnamed_nbytes"] for each in facts["claims"]]
         nbytes = "" if None in sizes else f", {size(sum(sizes))}"
-        manifest = "manifest that can be read" if facts["unreadable"] else "manifest"
+        manifest = "readable manifest" if facts["unreadable"] else "manifest"
         yield f"{count(unnamed, 'object')} that no {manifest} names{nbytes}: being sent, or left over (lightck gc)"
 
 

@@ -36,7 +36,7 @@ from lightck.tiers.decisions import (
     on_path,
 )
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, claim_name
-from lightck.tiers.store import HasFolders, KnowsSizes, Store, TemporaryFile
+from lightck.tiers.store import HasFolders, Store, TemporaryFile
 from lightck.tiers.tier_manifest import TierManifest, read_manifest
 
 MANIFEST, OBJECT, CLAIM, TEMPORARY = "manifest", "object", "claim", "temporary file"
@@ -138,7 +138,7 @@ class _Collection:
             self.result.left.append(Left(kind, tuple(names), nbytes, reason))
 
     def _nbytes_of(self, name: str) -> int | None:
-        return self.store.nbytes_of(name) if isinstance(self.store, KnowsSizes) else None
+        return self.store.nbytes_of(name) if self.store.knows_sizes else None
 
     def report_left_objects(
         self, listing: Listing, named: Mapping[Writer, set[ObjectName]], unreadable: Mapping[Writer, str]

@@ -41,6 +41,7 @@ class FolderStore:
     n_parallel = 2
     """While the disk is busy with one piece, the next one is read and hashed. More would only cost memory."""
     lists_at_once = True
+    knows_sizes = True
 
     def __init__(self, root: str) -> None:
         """``root``: an absolute path."""
@@ -197,7 +198,7 @@ class FolderStore:
                 claim = parse(f"{each.name}/claim.json")
                 if isinstance(claim, Claim) and each.is_dir(follow_symlinks=False):
                     times = list(_times_of_empty_folders(each.path))
-                    if None not in times:
+                    if times and None not in times:  # else somebody has removed it since
                         found.append((claim, max(time for time in times if time is not None)))
         return sorted(found)
 
@@ -213,8 +214,8 @@ class FolderStore:
 
     def _write_in_folder_of(self, name: str, write: Callable[[str], _T]) -> _T:
         """Make the folder of an object, and call ``write`` with the path of the object. If somebody has removed the
-        folder since it was made or found, make it again, but only if the file of its claim is there: in a folder on
-        which nothing is mounted any more it is not, and nothing may be written there."""
+        folder since it was made or found, make it again, but only if the file of its claim is there: it is not
+        if nothing is mounted on the folder any more, and then nothing may be written there."""
         path = self._path_of(name)
         try:
             self._make_folder(os.path.dirname(path))

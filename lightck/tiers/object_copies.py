@@ -16,7 +16,7 @@ from lightck.pool.format.structures import DamagedError, Superblock
 from lightck.pool.reader import PoolReader
 from lightck.tiers.codecs import decoded, encoded
 from lightck.tiers.names import ManifestName, ObjectName
-from lightck.tiers.store import KnowsSizes, Store
+from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import SentObject, TierManifest, read_manifest
 
 _GONE = "it is gone, or no file"
@@ -24,8 +24,8 @@ _GONE = "it is gone, or no file"
 
 def damage_of(store: Store, sent: SentObject, *, reads: bool) -> str | None:
     """Return what is wrong with an object; None if nothing is. ``reads``: read its bytes, and compare their SHA-256
-    with its name; else only its length is looked at. Raises ``TierError``."""
-    if isinstance(store, KnowsSizes):
+    with its name; else only its length is asked for. Raises ``TierError``."""
+    if store.knows_sizes or not reads:
         nbytes = store.nbytes_of(str(sent.name))
         damage = _GONE if nbytes is None else _length_damage(nbytes, sent)
         if damage is not None or not reads:

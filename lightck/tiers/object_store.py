@@ -136,6 +136,11 @@ class _Failure(NamedTuple):
         )
 
     @property
+    def says_gone(self) -> bool:
+        """Whether the store is there, and the object is not."""
+        return self.status == 404 and self.code not in ("NoSuchBucket", "ContainerNotFound")
+
+    @property
     def cannot_be_done(self) -> bool:
         """Whether the store refuses the request itself, rather than being out of order."""
         return self.status is not None and (400 <= self.status < 500 and self.status not in (408, 429))
@@ -152,6 +157,7 @@ class ObjectStore:
 
     n_parallel = 4
     lists_at_once = False
+    knows_sizes = False
 
     def __init__(self, root: str, options: Mapping[str, str | int | bool] | None = None) -> None:
         """``root``: a URL without slashes at its end. Raises ``ValueError``, ``TypeError`` and ``TierError``."""
@@ -213,7 +219,7 @@ class ObjectStore:
 
         found = self._try(call)
         if isinstance(found, _Failure):
-            if found.status == 404 and found.code not in ("NoSuchBucket", "ContainerNotFound"):
+            if found.says_gone:
                 raise FileNotFoundError(f"{name} is not in the tier {self.root!r}")
             raise self._error(f"cannot give {name}", found)
         nbytes, data = found
@@ -222,6 +228,16 @@ class ObjectStore:
         if len(data) != nbytes:
             raise self._error(f"cannot give {name}", _Failure("the connection broke", None, None))
         return data
+
+    def nbytes_of(self, name: str) -> int | None:
+        """Return the number of bytes of an object, which is not read; None if there is none. Raises ``TierError``."""
+        assert parse(name) is not None, "only names that lightck makes are asked for"
+        found = self._try(lambda: int(self._library.head(name)["size"]))
+        if isinstance(found, _Failure):
+            if found.says_gone:
+                return None
+            raise self._error(f"cannot be asked for {name}", found)
+        return found
 
     def delete(self, name: str) -> None:
         """Remove an object. It is no error if there is none. Raises ``TierError``."""

@@ -207,9 +207,12 @@ class TierRereading:
 
     def _refuse_superseded(self) -> None:
         """Raise ``_SupersededError`` if a higher claim exists. Then another training removes what it likes, and what is
-        missing is no damage."""
-        if is_superseded(self._store.listing(), self._own.claim):
+        missing is no damage. Raise ``TierError`` if the own claim is gone: the tier is out of reach."""
+        listing = self._store.listing()
+        if is_superseded(listing, self._own.claim):
             raise _SupersededError
+        if self._own.claim not in listing.claims:
+            raise TierError(f"The tier {str(self._store)!r} has lost its claim {self._own.claim}.")
 
     def _suspected_until(self) -> float:
         return time.monotonic() + min(SUSPECT_SECONDS_MAX, self._period / 20)

@@ -29,6 +29,9 @@ class Store(Protocol):
     lists_at_once: bool
     """Whether a listing shows everything that was put before it began. (That of an object store may be late.)"""
 
+    knows_sizes: bool
+    """Whether ``nbytes_of`` costs no request."""
+
     def has_claim(self) -> bool:
         """Whether a claim lies here: whether this is a tier."""
         ...
@@ -54,18 +57,13 @@ class Store(Protocol):
         """Remove an object. It is no error if there is none."""
         ...
 
+    def nbytes_of(self, name: str) -> int | None:
+        """Number of bytes of a file, which is not read; None if there is none. Raises ``TierError``."""
+        ...
+
     def link(self, name: str, new_name: str) -> bool:
         """Store a copy of an object under a new name, without moving its bytes. Returns False if the store cannot, or
         if there is no such object."""
-        ...
-
-
-@runtime_checkable
-class KnowsSizes(Protocol):
-    """A store that knows how long a file is without reading it. Not every store does."""
-
-    def nbytes_of(self, name: str) -> int | None:
-        """Number of bytes of a file; None if there is none. Raises ``TierError``."""
         ...
 
 

@@ -1464,6 +1464,14 @@ def test_the_command_that_is_advised_compresses_as_the_tier_does():
     )
 
 
+def test_the_command_that_is_advised_names_the_directory_of_a_group_and_that_a_store_has_options():
+    in_store = lightck.Tier("s3://bucket/run", every=1, options={"region": "eu-central-1"})
+    assert (
+        in_store.drain_command("/p/run/rank-00001-of-00002.pool")
+        == "lightck drain /p/run s3://bucket/run --store-option KEY=VALUE"
+    )
+
+
 def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(drain_link, "FAILING_SECONDS_MAX", 0.5)
     tier, model, optimizer, session = attached_with_tier_moved_away(tmp_path)

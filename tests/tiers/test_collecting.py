@@ -19,7 +19,7 @@ from lightck.cli.base import FAILED, OK
 from lightck.tiers.claiming import ClaimFile, claim_tier
 from lightck.tiers.collecting import collect
 from lightck.tiers.decisions import Listing, highest_claim
-from lightck.tiers.folder import FolderStore
+from lightck.tiers.folder import FolderStore, _entries
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, claim_name, parse
 from lightck.tiers.tier_manifest import read_manifest
 from tiers.kills_with_gc import run as kills_and_collects
@@ -151,6 +151,21 @@ def test_a_manifest_of_a_checkpoint_that_not_all_ranks_have_sent_goes_before_its
     assert all(isinstance(parse(each), ObjectName) and str(of_two) in each for each in order[1:])
     assert not (tier / str(of_two) / "data").exists() or not list((tier / str(of_two) / "data").iterdir())
     assert sorted(states(tier)) == [1, 2]
+
+
+def test_a_claim_that_another_gc_removes_meanwhile_is_no_error(tier, monkeypatch):
+    old, _ = claims_of(tier)
+    gone = tier / str(old._replace(number=old.number + 100))
+    gone.mkdir()
+
+    def entries(folder: str) -> list[os.DirEntry[str]]:
+        found = _entries(folder)
+        if folder == str(tier) and gone.exists():
+            gone.rmdir()
+        return found
+
+    monkeypatch.setattr("lightck.tiers.folder._entries", entries)
+    assert store_of(tier).empty_claims() == []
 
 
 def test_objects_stay_that_a_damaged_manifest_may_name(tier):

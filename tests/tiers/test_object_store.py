@@ -31,6 +31,7 @@ from lightck.tiers.decisions import complete
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, parse
 from lightck.tiers.object_store import ObjectStore
 from lightck.tiers.open_store import open_store
+from lightck.tiers.tier_manifest import read_manifest
 from tiers.conftest import KEY_ID, SECRET, Bucket
 from tiers.fault_proxy import Fault, Request
 from tiers.test_attached_tiers import attached, drains, is_ready, lightck_step, trained, until
@@ -55,6 +56,10 @@ def tier_in(bucket: Bucket, **options: Any) -> lightck.Tier:
 
 def steps_in(bucket: Bucket) -> list[int]:
     return sorted(each.step for each in complete(bucket.store.listing()))
+
+
+def manifests_of(bucket: Bucket) -> list[ManifestName]:
+    return sorted(bucket.store.listing().manifests, key=lambda each: each.step)
 
 
 def names_of(bucket: Bucket, kind: type) -> list[str]:
@@ -686,6 +691,14 @@ def test_the_commands_take_a_url(tmp_path, bucket):
     (found,) = json.loads(done.stdout)["tiers"]
     assert found["path"] == bucket.url
     assert [each["step"] for each in found["checkpoints"]] == [2, 1]
+    bucket.proxy.seen.clear()
+    done = call("verify", bucket.url, *given)
+    assert "step 1 (claim" in done.stdout
+    assert "their bytes were not read" in done.stdout
+    one, two = ({each.name for each in read_manifest(bucket.store, name).objects} for name in manifests_of(bucket))
+    read = [seen.request.path for seen in bucket.proxy.seen if seen.request.method == "GET"]
+    assert any(str(name) in path for name in two for path in read)
+    assert not any(str(name) in path for name in one - two for path in read)
     assert copied(bucket.url, tmp_path / "again.pool", "--step", 1, bucket=bucket).exit_code == OK
     assert lightck.recover(tmp_path / "again.pool").step == 1
     done = call("list", "s3://no-such-bucket/run7", *given)

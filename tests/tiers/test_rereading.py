@@ -145,6 +145,20 @@ def test_what_retention_removes_meanwhile_is_no_damage(tmp_path, caplog, monkeyp
     assert (stats.tiers[0].damaged, warnings_in(caplog)) == (0, [])
 
 
+def test_a_tier_that_is_not_mounted_any_more_is_no_damage(tmp_path, caplog):
+    root, elsewhere = tmp_path / "tier", tmp_path / "elsewhere"
+    with training(tmp_path, [tier_at(root)]) as (model, optimizer, session):
+        trained(session, model, optimizer, 3)
+        until(session, lambda now: now.tiers[0].rounds > 0)
+        root.rename(elsewhere)
+        rounds = session.stats().pool_rounds
+        until(session, lambda now: now.pool_rounds > rounds + 5)
+        assert session.stats().tiers[0].damaged == 0
+        elsewhere.rename(root)
+        rounds_more(session)
+    assert (session.stats().tiers[0].damaged, [each for each in warnings_in(caplog) if "damaged" in each]) == (0, [])
+
+
 # -- objects of the own claim
 
 
