@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import CodeType, FrameType, FunctionType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
@@ -31,6 +31,10 @@ _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.si
 """``_handler_of`` and ``_set_handler`` are the C functions that ``signal.getsignal`` and ``signal.signal`` call. They
 are called directly, because the two Python functions convert to enums, which takes 0.1 ms per training step.
 ``_handler_of`` returns an int for a signal that has no Python handler."""
+_kinds: list[type] = []
+"""The type of each signal's handler, as they were found last. (The handlers themselves would be kept alive.)"""
+_handled: list[int] = []
+"""The positions in ``_SIGNALS`` of the signals that had a Python handler then."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _chained: dict[int, list[Callable[..., object]]] = {}
@@ -153,10 +157,15 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    # ``map`` over the C function takes less time than a call in the loop. This runs several times in each step.
-    for number, user in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):
-        if type(user) is int or not callable(user):
-            continue
+    global _kinds, _handled
+    # ``map`` over C functions takes less time than a loop over all signals. This runs several times in each step.
+    handlers = list(map(_handler_of, _SIGNALS))
+    kinds = list(map(type, handlers))
+    if kinds != _kinds:
+        _handled = [at for at, kind in enumerate(kinds) if kind is not int and callable(handlers[at])]
+        _kinds = kinds
+    for at in _handled:
+        number, user = _SIGNALS[at], cast("Callable[..., object]", handlers[at])
         if user is not _defer:
             _user_handlers[number] = user
             _set_handler(number, _defer)

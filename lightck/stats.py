@@ -38,7 +38,8 @@ class TierStats:
     failures: int = 0
     """The number of periods of failure since ``attach``: failed attempts without a success between them count once."""
     waiting: int = 0
-    """Checkpoints that are held in the pool for it until the drain takes them, at present: at most 2."""
+    """Checkpoints that are to be sent to this tier at present: in the pool at most 2, and any number in a folder tier
+    from which this tier is fed."""
     rounds: int = 0
     """How often everything in it was read again (``Tier(reread=...)``)."""
     bytes_reread: int = 0
@@ -277,9 +278,9 @@ class Meter:
 
     def count_hook(self, seconds: float) -> None:
         """Count the seconds that a hook took outside of its ``stall`` blocks."""
-        seconds = max(seconds, 0.0)
-        self.stall_seconds += seconds
-        self.hook_cpu_seconds += seconds
+        if seconds > 0.0:
+            self.stall_seconds += seconds
+            self.hook_cpu_seconds += seconds
 
     def stall(self, what: str = "lightck") -> Stall:
         """Return a context manager that counts the time of its block, on the training thread, and defers signals to the

@@ -27,8 +27,8 @@ _PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Checks each boundary, also if its checkpoint is not saved. If a checkpoint closes within a batch, the loader of
-    this batch warns the user."""
+    """Checks each boundary, also if its checkpoint is not saved. Warns once per loader if a checkpoint that is saved
+    closes within a batch of this loader."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
@@ -52,7 +52,7 @@ class MidBatch:
 
         The checkpoint then closes at the next ``next()``. If another update comes before that, the checkpoint closes at
         the pre-step hook of the update, with a warning, and from then on forwards are boundaries again."""
-        return any(
+        return bool(self._loaders) and any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
 

@@ -29,16 +29,18 @@ class Boundary:
         """Step of the last closed checkpoint."""
         self._updates: dict[int, int] = {}
         """Index of an optimizer -> number of its updates since the last checkpoint closed."""
+        self._n_updates = 0
+        """The sum of ``_updates``."""
         self._flushed = False
-        """Whether the last event was a ``flush()`` that closed a checkpoint. If so, the iteration was counted there,
-        and an ``end_step()`` right after it does not count the iteration again."""
+        """Whether a ``flush()`` closed the last checkpoint, and only ``flush()`` was called since. If so, the iteration
+        was counted there, and an ``end_step()`` that follows does not count the iteration again."""
 
     @property
     def step(self) -> int:
         """The number of updates so far, those before a resume included. With several optimizers, a round in which every
         optimizer has stepped is one update."""
         if self.n_optimizers <= 1:
-            return self._closed + sum(self._updates.values())
+            return self._closed + self._n_updates
         return self._closed + int(self._is_round_complete)
 
     @property
@@ -53,6 +55,7 @@ class Boundary:
     def updated(self, optimizer: int) -> None:
         """Count an optimizer step that made an update."""
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
+        self._n_updates += 1
         self._flushed = False
 
     def pending(self, optimizer: int) -> int:
@@ -86,6 +89,7 @@ class Boundary:
         partial = self.n_optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()
+        self._n_updates = 0
         self.iteration += 1
         self._flushed = event is ClosingEvent.FLUSH
         if event is ClosingEvent.END_STEP:

@@ -87,7 +87,7 @@ def move_to_end(hooks: object, handle: RemovableHandle, *, last: bool) -> None:
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls ``method`` as long as the method's object is alive. The hook has only a weak reference
-    to this object, so that torch's global registries keep no session alive."""
+    to this object, so the module or parameter that has the hook does not keep the object alive."""
     ref = weakref.WeakMethod(method)
 
     def hook(*args: object) -> None:
@@ -143,13 +143,18 @@ class ModuleHook(OwnHook):
         self._call(*args)
 
 
+_tracing_state, _transform = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 def _is_transformed() -> bool:
     """Whether a trace, a transform of torch.func or a fake tensor mode is active now."""
     return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        _tracing_state() is not None
+        or _transform() is not None
+        or _dispatch_mode(_FAKE) is not None
+        or _dispatch_mode(_PROXY) is not None
     )
 
 
@@ -238,7 +243,12 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
 def is_in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` runs the forward of the module whose hook calls this function, or of a
     module around it. The module then holds other tensors in place of its own."""
-    return is_called_by(lambda frame: frame.f_code is _FUNCTIONAL_CALL)
+    frame: FrameType | None = sys._getframe(1)  # not ``is_called_by``, because this runs at each forward
+    for _ in range(_FRAMES_MAX):
+        if frame is None or frame.f_code is _FUNCTIONAL_CALL:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
