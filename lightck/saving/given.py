@@ -17,6 +17,7 @@ from lightck.pool.format.assembly import coverage
 from lightck.pool.format.boxes import Box, Ints, whole_box
 from lightck.pool.format.layout import Entry, contiguous_stride
 from lightck.pool.format.pieces import Piece
+from lightck.pool.format.structures import DamagedError
 from lightck.state.storable import dtype_name, refuse_name, refuse_unstorable
 
 __all__ = ["Box", "GivenTensor", "batches_of", "bytes_as_tensor"]
@@ -48,7 +49,7 @@ class GivenTensor:
         tensor, and for a tensor that a pool cannot hold."""
         try:
             held = coverage(self.shape, [[Piece(*box, box.start) for box in self.boxes]])
-        except ValueError as err:
+        except (ValueError, DamagedError) as err:
             raise StateValueError(f"The tensor {self.name!r} cannot be stored: {err}.") from err
         if held.uncovered is not None or held.repeated is not None:
             box, fact = held.uncovered or held.repeated, "missing" if held.uncovered is not None else "given twice"

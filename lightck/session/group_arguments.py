@@ -69,14 +69,14 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
 
 def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
     """Return the arguments of attach that must be the same on all ranks: name -> text."""
-    options = arguments.save_options
+    options, strategy = arguments.save_options, arguments.save_options.chosen_strategy
     return {
         "interval=": repr(options.interval),
         "pause_on_nonfinite=": repr(options.pause_on_nonfinite),
         "slots=": repr(options.slots),
         "resume=": repr(arguments.resume),
         "overwrite=": repr(arguments.overwrite),
-        "strategy=": repr(options.strategy) if options.gradients is not None else type(options.strategy).__name__,
+        "strategy=": repr(strategy) if options.gradients is not None else type(strategy).__name__,
         "strict_data=": repr(options.strict_data),
         "tiers=": "; ".join(map(str, options.tiers)) or "None",
         "split=": repr(options.split),

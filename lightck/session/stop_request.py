@@ -52,7 +52,7 @@ class StopRequest(CommitListener):
         self._step_at_signal = 0
         self._committed_since: int | None = None
         """The first committed step that has ended since the signal."""
-        self._is_asked = self._is_finishing = self._is_ready = False
+        self._was_read = self._is_finishing = self._is_ready = False
         """Whether the loop has read ``should_stop`` since the signal, whether this read or ``close`` waits for commit
         and sending now, and whether ``should_stop`` is True."""
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -173,7 +173,7 @@ class StopRequest(CommitListener):
 
     def _should_stop_here(self, steps: Steps, deadline: float) -> bool:
         """Commit the present step and send it, if this is between two steps; then it is time to stop."""
-        self._is_asked = True
+        self._was_read = True
         with steps.session_lock:
             if not self._is_ready and steps.session_lock.is_live and _is_between_steps(steps):
                 self._is_finishing = True
@@ -210,6 +210,13 @@ class StopRequest(CommitListener):
                 self.grace,
                 ", and ".join(missing),
                 _holdings(steps),
+            )
+            return
+        if committed is None or step <= begun_at:
+            log.warning(
+                "lightck: %s came before the first update of this process: there is nothing new to save. "
+                "session.should_stop is True now",
+                self.name,
             )
             return
         where = "the pool" if tiers is None else f"the pool, and in {tiers.names()}"
@@ -253,7 +260,7 @@ class StopRequest(CommitListener):
             return
         if self._committed_since is None:
             self._ask_for_newest()  # the checkpoint of the present step may come too late
-        elif not self._is_asked:
+        elif not self._was_read:
             log.warning(
                 "lightck: %s came, a step has ended since then, and the loop has not read session.should_stop, so it "
                 "goes on. Write at the end of its body: if session.should_stop: break",
@@ -267,7 +274,7 @@ class StopRequest(CommitListener):
             return
         if self._committed_since is None:
             fact = f"no step has ended and was committed since {self.name} came"
-        elif self._is_asked:
+        elif self._was_read:
             fact = "the loop has read session.should_stop in the middle of a step only"
         else:
             fact = "the loop has not read session.should_stop"

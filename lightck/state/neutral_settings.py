@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -31,7 +32,17 @@ def neutral_settings() -> Iterator[None]:
         if precision not in (_HIGHEST, None):
             torch.set_float32_matmul_precision(_HIGHEST)
             stack.callback(torch.set_float32_matmul_precision, precision)
+        if precision is None:
+            _use_exact_products(stack)
         yield
+
+
+def _use_exact_products(stack: ExitStack) -> None:
+    """Set the highest precision by torch's newer interface, if a script has used it, until the stack is closed."""
+    backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cuda)
+    for one in (backend.matmul for backend in backends):
+        stack.callback(setattr, one, "fp32_precision", one.fp32_precision)
+        one.fp32_precision = "ieee"
 
 
 @contextmanager

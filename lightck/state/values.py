@@ -75,7 +75,7 @@ def pack(
             At most 32 containers may be nested, the outermost included.
         path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
         large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
-            stored. The tensor is the caller's own object, on its device and in its layout. Each call has another path:
+            stored. The tensor is the caller's own (a copy of a conjugated or negated one). Each call has another path:
             if the keys of several tensors join to the same path, the second path ends with ``#2``, and so on.
 
     Raises:
@@ -134,10 +134,12 @@ class _Packer:
         """Return the error for a value at the current path that cannot be stored."""
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        cure = "let state_dict() return numbers, strings, tensors, or lists and dicts of them, or leave out this value"
+        if "lr_lambdas" in self._path:
+            cure = "LambdaLR saves all attributes of a callable object, so make this one a method of its class"
         return StateValueError(
             f"{self.path()} is a {name} that cannot be stored: {why}. A checkpoint keeps plain data and never code or "
-            "classes: let state_dict() return numbers, strings, tensors, or lists and dicts of them, or leave out this "
-            "value."
+            f"classes: {cure}."
         )
 
     def path(self) -> str:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from toys import same
 
 import lightck
-from lightck.errors import NoCheckpointError, PoolNotFoundError
+from lightck.errors import NoCheckpointError, PoolNotFoundError, StateValueError
 
 
 class Pair(nn.Module):
@@ -158,6 +158,21 @@ def test_a_scheduler_that_was_left_out_at_the_first_update_is_not_named_later(po
             optimizer.step()
             other.step()
     assert "was built after the first update" not in caplog.text
+
+
+def test_a_callable_object_of_lambda_lr_that_holds_a_function_is_refused_with_its_cure(pool):
+    class Warm:
+        def __init__(self) -> None:
+            self.rise = lambda step: min(1.0, step / 10)
+
+        def __call__(self, step: int) -> float:
+            return self.rise(step)
+
+    model = Pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Warm())
+    with pytest.raises(StateValueError, match=r"lr_lambdas/0/rise is a function.*make this one a method of its class"):
+        lightck.attach(model, pool, optimizer=optimizer, state={"scheduler": scheduler})
 
 
 class Visits(torch.utils.data.Sampler[int]):

@@ -152,13 +152,14 @@ def test_the_object_says_which_signal_came_and_how_long_is_left(pool):
         assert session.committed == 1
 
 
-def test_a_signal_before_the_first_step_ends_the_loop_at_once(pool):
+def test_a_signal_before_the_first_step_ends_the_loop_at_once(pool, caplog):
     _, _, session = attached(pool)
     with session, lightck.preemption(session):
         send()
         assert session.should_stop
     with pytest.raises(lightck.errors.NoCheckpointError):
         lightck.recover(pool)
+    assert "came before the first update of this process: there is nothing new to save" in caplog.text
 
 
 def test_what_was_resumed_and_not_trained_need_not_be_saved_again(pool):

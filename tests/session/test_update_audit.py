@@ -14,6 +14,7 @@ from toys import batch, everything, net, same
 import lightck
 from lightck.errors import CorruptPoolError, NoCheckpointError
 from lightck.session.update_audit import EVERY
+from lightck.state.neutral_settings import neutral_settings
 from lightck.strategy.gradients import Gradients
 
 STRATEGY = Gradients(base_every=3, own_optimizers=True)
@@ -121,6 +122,22 @@ def test_a_recovery_under_other_settings_gives_the_same_bits(pool):
             assert recovers(pool, model, optimizer)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_recovery_uses_exact_products_if_the_script_has_set_a_precision_by_torchs_newer_interface():
+    """torch.get_float32_matmul_precision() raises in such a process."""
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        with neutral_settings():
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "bf16"
+    finally:
+        products.fp32_precision = before
         torch.set_float32_matmul_precision("highest")
 
 
