@@ -10,6 +10,7 @@ import os
 import random
 import secrets
 import shlex
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ import click
 
 from lightck.cli.base import OK, POOL, Command, ended_by_signals, json_option, usage_error
 from lightck.cli.text import Facts, listed, print_json, print_line, size
-from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
+from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError, UnsupportedError
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
 from lightck.pool.format.layout import GRADIENT_PREFIX
@@ -106,6 +107,12 @@ def copy_of(pool: str, copy: str) -> Iterator[str]:
     ``ExportExistsError`` or ``ExportError`` if the file cannot be written, and ``PoolError`` if the pool cannot be
     read."""
     reader = open_pool(readable_path(pool), gradients=True)
+    if not stat.S_ISREG(os.fstat(reader.container.fd).st_mode):
+        reader.close()
+        raise UnsupportedError(
+            f"{pool!r} is a device, and inject damages copies of files only. Write its newest checkpoint to a file "
+            f"first: lightck compact {shlex.quote(pool)} FILE"
+        )
     target = pool_path(copy)
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

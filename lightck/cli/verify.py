@@ -1,8 +1,8 @@
 """``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
 If a structure exists twice, both copies are checked. The blocks of checkpoints are read from the newest checkpoint on,
-until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A half-written structure is not
-reported as damage if a kill, or a training that has the pool open, explains it.
+until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A half-written commit record is not
+reported as damage if a kill explains it. Records and headers that a training is writing are read again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool
     if as_json:
         print_json(facts)
     else:
-        _show(facts, pool)
+        _show(facts, pool, is_newest=step is None)
     return OK if facts["ok"] else BAD
 
 
@@ -308,7 +308,7 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _show(facts: Facts, path: str) -> None:
+def _show(facts: Facts, path: str, *, is_newest: bool) -> None:
     structures = facts["structures"]
     bad = [s for s in structures if s["damaged"]]
     rows = [] if facts["group"] is None else [("group", "", groups.group_words(facts["group"]))]
@@ -320,7 +320,7 @@ def _show(facts: Facts, path: str) -> None:
     for line in columns(rows):
         print_line(line)
     print_line()
-    _show_verdict(facts, path)
+    _show_verdict(facts, path, is_newest=is_newest)
 
 
 def _rows(checkpoint: Facts, *, shows_generation: bool) -> list[tuple[str, str, str]]:
@@ -365,7 +365,7 @@ def _damage_words(damage: Facts) -> str:
     return str(damage["reason"]) + ("" if shape is None else f" (a part of {groups.shape_words(shape)})")
 
 
-def _show_verdict(facts: Facts, path: str) -> None:
+def _show_verdict(facts: Facts, path: str, *, is_newest: bool) -> None:
     step = facts["recoverable_step"]
     if facts["group"] is not None and step is not None:
         print_verdict(f"{'OK' if facts['ok'] else 'DAMAGED'}: step {step} of this rank is intact.", good=facts["ok"])
@@ -385,10 +385,11 @@ def _show_verdict(facts: Facts, path: str) -> None:
         print_verdict(
             "DAMAGED, and no checkpoint that was checked can be recovered. Use another copy of the pool.", good=False
         )
-        print_line("attach(..., overwrite=True) discards this pool and starts a new training.")
+        print_line("attach(..., overwrite=True) discards this pool (of a group: all pools) and starts a training anew.")
     else:
         how = "is intact" if _is_intact(facts, step) else "can be recovered all the same"
-        print_verdict(f"DAMAGED. Step {step} {how}: attach(..., resume=True) and recover() use it.", good=False)
+        users = "a recovery uses" if is_newest else f"recover(..., step={step}) uses"
+        print_verdict(f"DAMAGED. Step {step} {how}: {users} it.", good=False)
         name = shlex.quote(path)
         print_line(f"To save step {step} outside of the pool: lightck export {name} FILE.safetensors --step {step}")
 

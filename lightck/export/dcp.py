@@ -137,7 +137,14 @@ def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
     elif not os.path.isdir(path):
         what = "exists, and is no folder"
     else:
-        names = os.listdir(path)
+        try:
+            names = os.listdir(path)
+        except OSError as err:
+            raise ExportError(
+                f"The folder {path!r} cannot be listed: {err.strerror}. Check its owner and permissions, or choose "
+                "another folder.",
+                err.errno,
+            ) from err
         if not names:
             return
         others = [name for name in names if name != _METADATA and not _DATA.fullmatch(name)]

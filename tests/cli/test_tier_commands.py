@@ -306,7 +306,7 @@ def test_inspect_names_what_is_left_over_damaged_or_not_on_the_path(tier):
     assert found["claims"][1]["unnamed_objects"] == 1
     assert {(each["step"]) for each in found["unreadable"]} == {4, 5}
     text = call("inspect", tier).stdout
-    assert "that no manifest that can be read names" in text, "those of step 4 are needed, perhaps"
+    assert "that no readable manifest names" in text, "those of step 4 are needed, perhaps"
     assert "step 4 (claim" in text
     assert "it is no manifest of a tier" in text
 

@@ -58,6 +58,12 @@ def test_only_deep_reads_the_blocks_of_older_checkpoints(good):
     assert call("verify", good, "--step", 3).exit_code == 0
 
 
+def test_the_verdict_on_a_requested_step_says_how_to_take_that_step(good):
+    flip(good, 50)  # a copy of the superblock: the pool can be used all the same
+    assert "Step 3 is intact: recover(..., step=3) uses it." in call("verify", good, "--step", 3).stdout
+    assert "Step 4 is intact: a recovery uses it." in call("verify", good).stdout
+
+
 def test_every_damaged_tensor_is_counted_and_the_text_stays_short(good):
     for name in checkpoints(good)[0].entries:
         damage(good, name, [4])

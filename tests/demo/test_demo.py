@@ -133,8 +133,8 @@ def test_fourteen_kills_pass_every_site():
 
 
 def test_kill_settings_count_checkpoints_from_the_life_s_start():
-    assert plan.kill_setting(plan.PlannedKill(9, "word", 0.0), position=5, blocks=10, seed=1) == "word:4"
-    assert plan.kill_setting(plan.PlannedKill(9, "word", 0.0), position=11, blocks=10, seed=1) == "word:1"
+    assert plan.kill_setting(plan.PlannedKill(9, "word", 0.0), position=5, blocks=10, seed=1) == "word:5"
+    assert plan.kill_setting(plan.PlannedKill(9, "word", 0.0), position=11, blocks=10, seed=1) == "word:2"
     assert plan.kill_setting(plan.PlannedKill(9, None, 0.5), position=5, blocks=10, seed=1) is None
     site, count = plan.kill_setting(plan.PlannedKill(9, "block", 0.0), position=5, blocks=10, seed=1).split(":")
     assert site == "block"

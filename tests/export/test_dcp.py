@@ -127,6 +127,20 @@ def test_a_folder_is_replaced_only_if_asked_and_if_it_is_one_of_torchs(pool, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out"]
 
 
+def test_a_folder_that_cannot_be_listed_is_named(pool, tmp_path, monkeypatch):
+    folder = tmp_path / "exported"
+    folder.mkdir()
+
+    def denied(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(ExportError, match="cannot be listed: Permission denied"):
+        lightck.export_checkpoint(checkpoint, folder, format="dcp")
+
+
 def test_nothing_is_printed(pool, tmp_path, recwarn):
     pool_with(pool)
     lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp")
