@@ -65,7 +65,7 @@ from lightck.errors import LightckError, PoolNotFoundError, RankError, Unsupport
 from lightck.integrations.newest import newest
 from lightck.saving.commit import remove_other_worlds, save
 from lightck.saving.given import Box, GivenTensor, bytes_as_tensor
-from lightck.saving.places import Order, Report, decide, is_saved_here, refuse_incomplete, survey
+from lightck.saving.places import Order, Report, decide, is_saved_without_session, refuse_incomplete, survey
 
 TENSORS, BYTES = "model/", "bytes/"
 """What the names of tensors, and of bytes, begin with in a pool that ``PoolWriter`` made. The key follows."""
@@ -130,7 +130,7 @@ class PoolReader(StorageReader):
         self._names, self._values = {}, {}
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
-        items = _saved_items if is_saved_here(checkpoint.contents) else self._items
+        items = _saved_items if is_saved_without_session(checkpoint.contents) else self._items
         for key, path, value in items(checkpoint):
             paths[key] = path
             if isinstance(value, _Named):

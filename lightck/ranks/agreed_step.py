@@ -111,7 +111,7 @@ class StepAgreement(StoreThread):
         found = self._read(self._proposal_key)
         if found is None or found[0] <= self._number:
             return False
-        self._decide(found[0], Proposal(found[1], found[2]))
+        self._answer_proposal(found[0], Proposal(found[1], found[2]))
         return True
 
     def _propose(self) -> bool:
@@ -121,10 +121,10 @@ class StepAgreement(StoreThread):
         number = self._number + 1
         self._store.set(self._proposal_key, msgpack.packb([number, proposal.step, list(proposal.items)]))
         self._to_propose = None
-        self._decide(number, proposal)
+        self._answer_proposal(number, proposal)
         return True
 
-    def _decide(self, number: int, proposal: Proposal) -> None:
+    def _answer_proposal(self, number: int, proposal: Proposal) -> None:
         self._own_answer, self._is_answer_written = self._participant.answer(proposal), False
         self._number, self._answered = number, proposal
 

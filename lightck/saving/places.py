@@ -44,7 +44,7 @@ class FoundPool(NamedTuple):
     """The ids of its usable checkpoints."""
     incarnation: int
     """The largest incarnation in it."""
-    is_saved_here: bool
+    is_saved_without_session: bool
     """Whether its newest checkpoint was saved by ``saving/``, without a session. Those of a training are not
     overwritten unasked."""
 
@@ -85,7 +85,7 @@ class Order(NamedTuple):
 
 def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwrite: bool) -> Report:
     """Return what this rank finds at the path. Raises the errors of ``open_pool``, for example if a file is no pool
-    (with ``overwrite``, a damaged pool is no error), and ``TypeError`` or ``ValueError`` for a step that is none."""
+    (with ``overwrite``, a damaged pool is no error), and ``TypeError`` or ``ValueError`` for an invalid step."""
     if step is not None and type(step) is not int:
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass an int, or None.")
     if step is not None and not 0 <= step < RESUMABLE_NUMBER_MAX:
@@ -102,7 +102,7 @@ def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwri
     return Report(rank, path, step, overwrite, False, () if is_discarded else (_found(path, ""),), frozenset())
 
 
-def is_saved_here(contents: Contents) -> bool:
+def is_saved_without_session(contents: Contents) -> bool:
     """Whether a checkpoint was saved by ``saving/``, and not by a session."""
     return contents.event == ClosingEvent.SAVE.value
 
@@ -113,16 +113,16 @@ def _found(path: str, name: str) -> FoundPool:
         newest = ids[max(ids)][0] if ids else None
         is_saved = False
         with suppress(DamagedError):
-            is_saved = newest is not None and is_saved_here(parse_state(newest))
+            is_saved = newest is not None and is_saved_without_session(parse_state(newest))
         return FoundPool(name, reader.group, frozenset(ids), reader.commit_log().incarnation, is_saved)
 
 
 def decide(reports: Sequence[Report]) -> list[Order]:
     """Return the order of each rank. ``reports``: those of all ranks, in their order.
 
-    Raises ``RankError`` if the ranks disagree or if the directory holds pools of several trainings,
-    ``CheckpointExistsError`` if it holds those of a training, ``PoolPathError`` for a file where several ranks need a
-    directory, and ``UnsupportedError`` if the ranks do not know their numbers."""
+    Raises ``RankError`` if the ranks disagree or if the directory holds pools of several series of saves,
+    ``CheckpointExistsError`` for a pool of a training, or with no usable checkpoint, ``PoolPathError`` for a file where
+    ranks need a directory, and ``UnsupportedError`` if the ranks do not know their numbers."""
     ranks = [one.rank for one in reports]
     if ranks != list(range(len(reports))):
         raise UnsupportedError(
@@ -169,7 +169,7 @@ def decide(reports: Sequence[Report]) -> list[Order]:
 
 
 def _refuse_trainings(path: str, pools: Sequence[FoundPool]) -> None:
-    foreign = [pool for pool in pools if not pool.is_saved_here]
+    foreign = [pool for pool in pools if not pool.is_saved_without_session]
     if foreign:
         what = (
             "a training's checkpoints (lightck.attach)" if any(one.ids for one in foreign) else "no usable checkpoint"

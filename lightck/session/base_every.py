@@ -123,14 +123,14 @@ class CopyCosts(NamedTuple):
     update_seconds: float
 
 
-def best_base_every(costs: CopyCosts, *, state_nbytes: int, step_seconds: float, mtbf: float) -> float:
+def best_base_every(costs: CopyCosts, *, changed_nbytes: int, step_seconds: float, mtbf: float) -> float:
     """Return n*. ``costs``: ``update_seconds`` is that of one update. Infinity, that is no upper limit, if a cost is
     zero or not known."""
     a = costs.copy_seconds / costs.copied_nbytes if costs.copied_nbytes else 0.0
     t_times_q = step_seconds * costs.update_seconds
     if a <= 0 or t_times_q <= 0:
         return math.inf
-    return math.sqrt(2 * a * state_nbytes * mtbf / t_times_q)
+    return math.sqrt(2 * a * changed_nbytes * mtbf / t_times_q)
 
 
 class BaseEveryTuner(StepListener):
@@ -141,14 +141,14 @@ class BaseEveryTuner(StepListener):
         mtbf: float,
         *,
         costs: Callable[[], CopyCosts],
-        state_nbytes: Callable[[], int],
+        changed_nbytes: Callable[[], int],
         base_every: Callable[[], int | None],
         lower: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``costs``: returns what was spent until now. ``state_nbytes``: returns S. ``base_every``: returns the present
-        one. ``lower``: takes a smaller one. ``clock``: returns the time in seconds."""
-        self._mtbf, self._costs, self._state_nbytes = mtbf, costs, state_nbytes
+        """``costs``: returns what was spent until now. ``changed_nbytes``: returns S. ``base_every``: returns the
+        present one. ``lower``: takes a smaller one. ``clock``: returns the time in seconds."""
+        self._mtbf, self._costs, self._changed_nbytes = mtbf, costs, changed_nbytes
         self._base_every, self._lower, self._clock = base_every, lower, clock
         self._n_steps = 0
         self._samples: list[tuple[float, CopyCosts]] = []
@@ -169,7 +169,9 @@ class BaseEveryTuner(StepListener):
         first, last = self._samples[0][1], self._samples[-1][1]
         copy_seconds, copied_nbytes = last.copy_seconds - first.copy_seconds, last.copied_nbytes - first.copied_nbytes
         costs = CopyCosts(copy_seconds, copied_nbytes, update_seconds)
-        found = best_base_every(costs, state_nbytes=self._state_nbytes(), step_seconds=step_seconds, mtbf=self._mtbf)
+        found = best_base_every(
+            costs, changed_nbytes=self._changed_nbytes(), step_seconds=step_seconds, mtbf=self._mtbf
+        )
         now = self._base_every()
         if now is None or found >= now - 0.5:
             return

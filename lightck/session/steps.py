@@ -216,7 +216,7 @@ class Steps(StepListener):
             costs=lambda: CopyCosts(
                 engine.cpu_seconds + self.meter.wait_seconds, self.meter.bytes_written, records.update_seconds
             ),
-            state_nbytes=lambda: 0 if pool.writer is None else updated_nbytes(pool.writer.entries)[0],
+            changed_nbytes=lambda: 0 if pool.writer is None else updated_nbytes(pool.writer.entries)[0],
             base_every=lambda: self.base_every,
             lower=kind.limit_base_every,
         )

@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused(strategy, error, message, pool):
 
 
 @pytest.mark.parametrize(
-    ("copy_seconds", "nbytes", "state_nbytes", "mtbf", "step", "update", "expected"),
+    ("copy_seconds", "nbytes", "changed_nbytes", "mtbf", "step", "update", "expected"),
     [
         (1.0, 10**10, 12 * 10**9, 3600, 1.0, 3.0, math.sqrt(2 * 1.2 * 3600 / 3)),
         (1.0, 10**9, 10**9, 50, 1.0, 1.0, 10.0),
@@ -187,16 +187,16 @@ def test_what_cannot_be_is_refused(strategy, error, message, pool):
     ],
 )
 def test_the_best_number_balances_copies_and_recoveries(
-    copy_seconds, nbytes, state_nbytes, mtbf, step, update, expected
+    copy_seconds, nbytes, changed_nbytes, mtbf, step, update, expected
 ):
     costs = CopyCosts(copy_seconds, nbytes, update)
-    found = best_base_every(costs, state_nbytes=state_nbytes, step_seconds=step, mtbf=mtbf)
+    found = best_base_every(costs, changed_nbytes=changed_nbytes, step_seconds=step, mtbf=mtbf)
     assert found == pytest.approx(expected)
 
 
 def test_the_best_number_has_the_least_cost():
     a, state, mtbf, t, q = 2e-10, 3 * 10**9, 600.0, 0.5, 0.4
-    best = best_base_every(CopyCosts(a, 1, q), state_nbytes=state, step_seconds=t, mtbf=mtbf)
+    best = best_base_every(CopyCosts(a, 1, q), changed_nbytes=state, step_seconds=t, mtbf=mtbf)
 
     def cost(n: float) -> float:
         return a * state / n + t / mtbf * q * n / 2
@@ -212,7 +212,7 @@ class Measured:
         self.tuner = BaseEveryTuner(
             mtbf,
             costs=lambda: self.costs,
-            state_nbytes=lambda: 10**9,
+            changed_nbytes=lambda: 10**9,
             base_every=lambda: now,
             lower=self.lowered.append,
             clock=lambda: self.time,
@@ -280,7 +280,7 @@ def test_the_pool_keeps_its_records_and_a_full_checkpoint_lowers_it(pool, best_i
     assert measured["mtbf"] == 3600
     assert measured["costs"].copied_nbytes > 0
     assert measured["costs"].update_seconds > 0
-    assert measured["state_nbytes"] == sum(
+    assert measured["changed_nbytes"] == sum(
         t.nbytes for p in model.parameters() for t in (p, *optimizer.state[p].values())
     )
 
