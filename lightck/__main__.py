@@ -9,7 +9,7 @@ def run() -> None:
     """Run the command line and exit the process."""
     try:
         from lightck.cli import main
-    except ImportError as error:  # of the native library, LIGHTCK_ISA or LIGHTCK_KILL: see _native.py
+    except ImportError as error:  # such as click; errors of the native library come later, and cli/base.py prints them
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     main(prog_name="lightck")

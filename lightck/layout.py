@@ -278,8 +278,8 @@ def rename(
         pattern: a regular expression. The first part of a tensor's name that it matches is replaced. The name is that
             of a parameter, a buffer or a module's extra state on this rank, as in its state_dict (without wrappers).
         to: the replacement, as of ``re.sub``: a text in which ``\\1`` is the first group, or a function of the match.
-        offset: in place of ``to``: is added to the number that the first group of the pattern matches. The index of a
-            layer in its stage becomes its index in the model: ``rename(r"layers\\.(\\d+)\\.", offset=8)``.
+        offset: used in place of ``to``: a number to add to the one that the first group of the pattern matches. So the
+            index of a layer in its stage becomes its index in the model: ``rename(r"layers\\.(\\d+)\\.", offset=8)``.
 
     Raises ``TypeError`` if both or neither of ``to`` and ``offset`` are given; ``LayoutError`` for a pattern that is no
     regular expression, or has no group where ``offset`` needs one, and for an ``offset`` that is no int."""
@@ -324,9 +324,9 @@ class Layout:
         stage: the number of the pipeline stage of this rank.
         stages: how many stages there are. With more than one, the ranks of different stages build different tensors.
             All stages together hold the model. A tensor that several stages have under one name is the same on all.
-        rename: what ``rename`` returned, if names differ on this rank from those in the whole model. No name may be
-            matched by two of them, and each must match at least one name. Patterns of ``rules`` match the resulting
-            names.
+        rename: a list of what ``rename`` returned, if names differ on this rank from those in the whole model. No name
+            may be matched by two of them, and each must match at least one name. Patterns of ``rules`` match the
+            resulting names.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ def _exit_status(run: Callable[[], object], as_json: bool) -> int:
 
 
 def _print_why(error: Exception, as_json: bool) -> None:
-    """Print an error that no command handled: wrong usage, a failure before the command ran, or a bug in lightck."""
+    """Print an error that no command handled: wrong usage, a failure before the command or of its output, or a bug."""
     if output.is_output_error(error):
         output.discard_rest()
     elif as_json and not isinstance(error, _NO_ARGUMENTS):
@@ -215,8 +215,8 @@ def usage_error(message: str) -> NoReturn:
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` if the output path exists; its message names the command's option --overwrite. The
-    library checks the path again when it writes."""
+    """Raise ``ExportExistsError`` if the output path exists and ``overwrite`` is False, or if it is never replaced. The
+    message names the option --overwrite. The library checks the path again when it writes."""
     from lightck.export.atomic import refuse_irreplaceable
 
     refuse_irreplaceable(path)

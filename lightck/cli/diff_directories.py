@@ -37,8 +37,8 @@ def differences(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Fa
                 raise
     raise PoolLockedError(
         f"The pools in {a!r} and {b!r} could not be compared: a training has them open, and in each of {ATTEMPTS} "
-        "attempts it overwrote checkpoints that were not compared yet. The pools are not damaged. Try again, give the "
-        "training more slots (attach(..., slots=8)), or stop it first."
+        "attempts it overwrote checkpoints that were not compared yet. The pools are not damaged. Try again, or stop "
+        "the training first. Pools without gradient records can also be given more slots: attach(..., slots=8)."
     )
 
 

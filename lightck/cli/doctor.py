@@ -1,4 +1,4 @@
-"""``lightck doctor``: whether and how well lightck works on this machine. Needs no torch, writes nothing."""
+"""``lightck doctor``: whether and how well lightck works on this machine. Needs no torch, leaves no file."""
 
 from __future__ import annotations
 

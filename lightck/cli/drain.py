@@ -1,4 +1,4 @@
-"""``lightck drain``: sends to the tiers of a training what its own drain did not send, once or beside the training."""
+"""``lightck drain``: sends to the tiers what a training's own drain did not send; runs once, or beside the training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def command(
     sent, had it not been killed too.
 
     POOL is a pool, or the directory of a group of ranks, and DEST a tier that the training was given (attach(...,
-    tiers=[...])). Nothing is claimed: for a training without tiers there is lightck copy. POOL is only read.
+    tiers=[...])). This command claims no tier; for a training without tiers, use lightck copy. POOL is only read.
     """
     import lightck
     from lightck.tiers.follow import Follower, Report

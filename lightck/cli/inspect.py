@@ -48,7 +48,7 @@ def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_j
     the directory of a group of ranks, show what each rank has and what all of them have. With --pieces, show of one
     checkpoint which ranks hold which parts of each tensor. For a tier, show its claims and its checkpoints.
 
-    Exit status 1 if checkpoints were committed and none of them can be used.
+    Exit status 1 if checkpoints were committed and none of them (with --step N: none of step N) can be used.
     """
     if shows_pieces and tensors:
         usage_error("--tensors and --pieces are two lists. Pass one of them.")
@@ -350,7 +350,7 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
         yield "extra", listed(shown["extra_state"])
     if shown["loaders"]:
         yield "loaders", listed(shown["loaders"])
-    # Random states that a save without a session stored are never restored, so they are not shown.
+    # A save without a session stores random states too, but they are never restored, so they are not shown.
     if shown["closed_by"] != ClosingEvent.SAVE.value:
         yield "random", ", ".join(shown["rng"])
     yield "made with", ", ".join(f"{key} {value}" for key, value in shown["made_with"].items())

@@ -37,7 +37,7 @@ _KEYS = (signal.SIGINT, signal.SIGQUIT)
 @click.argument("words", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(words: tuple[str, ...]) -> int:
     """Run COMMAND, and pass signals on to it. Then wait until the processes that send its checkpoints to tiers have
-    ended too, and return the exit status of COMMAND: lightck run -- python train.py
+    ended too, and return the exit status of COMMAND. Example: lightck run -- python train.py
 
     These processes take ten minutes at most after the end of their training. A second SIGTERM or Ctrl-C after the end
     of COMMAND ends the wait. In the foreground of a terminal, SIGINT and SIGQUIT are not passed on: they are taken for
@@ -134,7 +134,7 @@ def _children_with_drains() -> dict[int, bool]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, of = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-            # The parent of a zombie is noted too: if only its first thread has ended, it still has children.
+            # The parent of a zombie is kept too: a zombie of which only the first thread has ended still has children.
             parents[int(process.name)] = int(of)
             if state != "Z":
                 running.append(process)

@@ -113,8 +113,8 @@ def _unreadable(one: Facts) -> Facts:
 def _checked(
     store: Store, found: Candidate, known: dict[ObjectName, str | None], *, is_read: bool, deep: bool
 ) -> Facts:
-    """Check one checkpoint. ``known``: a cache, because several checkpoints may use one object: object -> its damage;
-    None: it is intact."""
+    """Check one checkpoint. ``known``: a cache of object -> its damage (None: it is intact), because several
+    checkpoints may use one object."""
     from lightck.pool.format.structures import DamagedError
 
     row: Facts = {

@@ -208,8 +208,8 @@ class WatchedGroup:
         held = [pool.ids for pool in self._world.values()]
         common = frozenset.intersection(*held) if held and not self._missing else frozenset()
         newest = max(common, default=None)
-        # The pools were read one after the other. If no checkpoint is common now, what the first pools held may have
-        # been overwritten in the last ones before these were read. Then the newest common one seen before is kept.
+        # The pools were read one after the other. If no checkpoint is common now, a checkpoint that the first pools
+        # held may have been overwritten in the last pools before they were read. Then the earlier result is kept.
         if newest is not None or self._missing or not any(held):
             self._progress.see(newest)
 

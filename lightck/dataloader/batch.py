@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightck._native import CData
 
 _CHECKED_BYTES = 4 << 10
-"""At most this many bytes are read of a tensor. A tensor of at most this size is read whole."""
+"""A tensor of at most this size is read whole. Of a larger one this many bytes and its last word are read at most."""
 _CHECKED_TENSORS = 16
 """Of a larger tensor, ``_MANY_WORDS`` words are read if it is among the first ``_CHECKED_TENSORS`` tensors that are
 visited in a batch (a container is visited from its end), and ``_FEW_WORDS`` words otherwise."""

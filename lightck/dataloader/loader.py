@@ -91,7 +91,7 @@ class SessionLoader:
     _had_training_pass = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
     _n_given_before = 0
-    """Number of batches that earlier passes gave, those before the resume included (of a preview: only those after)."""
+    """Number of batches that earlier passes gave. Of a preview only the batches after the resume count."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
@@ -309,10 +309,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if the loop has left a pass that was no preview. If the saved pass had updates,
-        drop it also after an update in the present pass; otherwise also after any update since the restore, or if the
-        present pass evaluates. Without a present pass nothing is dropped. But after an update, a saved pass without
-        updates is counted as finished."""
+        """Drop the restored position once it is used up: the loop has left a pass that was no preview; or the saved
+        pass had updates, and the present pass has one; or the saved pass had none, and an update was made since the
+        restore or the present pass evaluates. Without a present pass nothing is dropped. But after an update, a saved
+        pass without updates is counted as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return

@@ -52,9 +52,9 @@ class OwnGenerators:
         return len(self._own)
 
     def may_be_drawn_late(self) -> bool:
-        """Whether a sampler may choose samples with draws after the beginning of a pass. torch's samplers draw all at
-        the beginning, but for a ``RandomSampler`` with replacement, or with more samples than the dataset has. (Without
-        replacement it draws once more at the end, and uses nothing of that draw.)"""
+        """Whether a sampler may choose samples with draws after the beginning of a pass. torch's samplers make
+        all draws at the beginning, except a ``RandomSampler`` with replacement, or with more samples than the dataset
+        has. (Without replacement it draws once more at the end, and uses nothing of that draw.)"""
         if not len(self):
             return False
         samplers = _parts(self._loader, _SAMPLERS)[len(wrapper_chain(self._loader)) :]

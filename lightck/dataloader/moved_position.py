@@ -47,9 +47,9 @@ def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script:
 
 
 def own_position(own: Mapping[str, object], of_ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the position of a rank if the number of ranks is that of the old world, so that each rank keeps the
-    position that it had, ``own``. The position gets the number of samples that all ranks together have got: ``adapted``
-    needs it if the loader now shares the samples among another number of these ranks. ``of_ranks``: as in
+    """Return the position of a rank of another world that has as many ranks as the old one: each rank keeps the
+    position that it had, ``own``. The number of samples that all ranks together have got is added, because ``adapted``
+    needs it if the loader now shares the samples among fewer or more of the ranks. ``of_ranks``: as in
     ``moved_position``."""
     given = _samples_given([Position.from_value(dict(value)) for value in of_ranks])
     position = Position.from_value(dict(own))

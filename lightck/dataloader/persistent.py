@@ -24,8 +24,8 @@ log = logging.getLogger("lightck")
 
 
 _RESTORED = "_lightck_restores_draw"
-"""Attribute of a DataLoader. An integration sets it to True if the integration itself undoes the draw of a second
-start."""
+"""Attribute of a DataLoader. An integration sets it to True if it undoes the draw of the workers' seed when the workers
+start again."""
 
 
 def draws_once(loader: object) -> bool:

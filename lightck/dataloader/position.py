@@ -68,7 +68,7 @@ def corrupt(reason: str) -> CorruptPoolError:
     """Return the error for a damaged position. ``reason``: a clause for the message."""
     return CorruptPoolError(
         f"The saved position of a loader is damaged: {reason}. Continue from an older step, if the pool holds one: "
-        "lightck.recover(path, model, optimizer, step=N), and then attach."
+        "lightck.recover(path, model, optimizer, step=N), and then attach (several ranks: to another directory)."
     )
 
 
@@ -109,12 +109,12 @@ class Position:
     ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``in_pass``: a pass is under way.
     ``trained``: updates were made in the pass under way. ``worker_rng``: the random state from which persistent
     workers were started (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the
-    lightck that saved the position; 1 if it saved no version. ``previews``: number of passes without an update that
-    the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
-    update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
+    lightck that saved the position; 1 if it saved none, or if the position was moved. ``previews``: number of passes
+    without an update that the process left before its first update; ``previews_in_loop``: whether it left such passes
+    after that update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
     ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown. ``samples_given``: how
-    many samples of the pass all ranks together had got. A training never saves it: `own_position` sets it when another
-    world of as many ranks (with other parts of the tensors, for example) loads the checkpoint; else None.
+    many samples of the pass all ranks together had got. None unless `own_position` has set it, because
+    another world of as many ranks (with other parts of the tensors, for example) has loaded the checkpoint.
     """
 
     kind: str

@@ -60,7 +60,7 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
             os.fsync(file.fileno())
         _give_name(temporary, path, overwrite)
         sync_folder_of(path)
-    except LightckError:  # of a read of the pool, too
+    except LightckError:  # for example, a tensor could not be read from the pool
         raise
     except OSError as err:
         raise _error(path, err) from err

@@ -238,8 +238,8 @@ class Comparison:
             raise self._error
 
     def session_ends(self) -> None:
-        """Warn if the session made no update, although the interrupted run began another one after the restored
-        checkpoint. (If no loader's batch was recorded, a training forward shows this.)
+        """Warn if the session made no update, although the interrupted run began one after the restored checkpoint.
+        (Recorded parts of an update show that it did; if no loader's batch was recorded, a training forward does.)
 
         Then the loop has ended too early: its last batches were in the memory of the killed process, or the restored
         pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
@@ -300,13 +300,13 @@ class Comparison:
 
     def _random_numbers_message(self) -> str:
         return (
-            "Torch's random state at the first training forward after the resume is not the one that followed step "
-            f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
-            "never killed. Likely causes: the script draws random numbers between attach and the loop (draw them "
-            "before attach); each epoch draws some before its first batch, for example in an evaluation (do that at "
-            "the epoch's end); a DataLoader begins a pass outside session.loader(), or an evaluation loader has "
-            f"persistent workers (pass it to session.loader()). {_LOOPS_PAGE} shows such loops, and how to make each "
-            "exact"
+            "Torch's random state at the first training forward after the resume (without a forward: at the first "
+            f"update) is not the one that followed step {self._step}: dropout, and all else that draws random numbers, "
+            "gets other numbers than in a run that was never killed. Likely causes: the script draws random numbers "
+            "between attach and the loop (draw them before attach); each epoch draws some before its first batch, for "
+            "example in an evaluation (do that at the epoch's end); a DataLoader begins a pass outside "
+            "session.loader(), or an evaluation loader has persistent workers (pass it to session.loader()). "
+            f"{_LOOPS_PAGE} shows such loops, and how to make each exact"
         )
 
     def _data_message(self, differing: list[FirstInput], verdict: _Verdict) -> str:

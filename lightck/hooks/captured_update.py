@@ -58,7 +58,7 @@ class CopyResult(Enum):
     HELD = "held"
     """It is not copied yet, or its copy is not validated: the tensors are held."""
     VALIDATED = "validated"
-    """The copy holds what the update consumed."""
+    """The copy holds what the update consumed, or the gradient itself still did when it was read (``was_read``)."""
     OVERWRITTEN = "overwritten"
     """The gradient was written before its copy ended, so the copy is not trusted."""
     NOT_COPIED = "not copied"

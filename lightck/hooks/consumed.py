@@ -56,7 +56,7 @@ _OTHER_THREADS = "The number of intra-op threads changed between the steps of th
 
 
 Indexing = Callable[[torch.Tensor], IndexedGradient | None]
-"""Returns the indexed form of a dense gradient; None: it has none, or does not fit into it."""
+"""Returns the indexed form of a dense gradient; None if there is no such form, or it has no room for the gradient."""
 
 
 def never_indexed(_gradient: torch.Tensor) -> IndexedGradient | None:
@@ -151,7 +151,7 @@ class ConsumedGradients(StepListener):
         self._histories, self._block = GradientHistories(), block
         self._checksums = GradientChecksums(block)
         self._names: dict[int, _Names] = {}
-        """Index of an optimizer -> what ``_names_in`` returned last."""
+        """Index of an optimizer -> the names that ``_names_in`` found last."""
         self._class_names: dict[type[Optimizer], str] = {}
         """Class of an optimizer -> ``recorded_name``."""
         self._held: dict[HeldGradient, _PendingCopy] = {}

@@ -223,7 +223,7 @@ class Layerwise:
         return self._model() is model
 
     def is_reduced_by(self, ddp: object, is_fully_sharded: bool) -> bool:
-        """Whether this DistributedDataParallel (None: none), or ``fully_shard``, reduces the gradients."""
+        """Whether the gradients are reduced as these arguments say (``ddp`` None: by no DistributedDataParallel)."""
         own = None if self._buckets is None else self._buckets.ddp
         return own is ddp and is_fully_sharded == self._is_fully_sharded
 

@@ -71,8 +71,9 @@ def _refuse_optimizer(optimizer: object) -> None:
         )
     if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
-            f"{kind} needs the gradients of all layers at once, or was built with differentiable=True. Such an "
-            "optimizer cannot update layer by layer. Use another optimizer, or leave out lightck.layerwise()."
+            f"{kind} needs the gradients of all layers at once, takes sparse gradients only, or was built with "
+            "differentiable=True. Such an optimizer cannot update layer by layer. Use another optimizer, or leave out "
+            "lightck.layerwise()."
         )
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     if devices - {"cpu"}:

@@ -145,7 +145,7 @@ class ReducedBuckets(OwnCommHook):
         if not self._live_receivers():
             return self._reduce(bucket)
         self._refuse_join()
-        if bucket.index() == 0:  # of this backward pass. The last one may have raised, and left buckets.
+        if bucket.index() == 0:  # a backward pass begins; an earlier one that raised may have left buckets
             self._buckets, self._is_queued = [], False
         if not self._is_queued and not is_in_nested_backward():
             call_after_backward(self._update)

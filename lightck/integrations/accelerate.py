@@ -11,8 +11,8 @@ counted where the optimizer inside has stepped.
 With ``automatic_checkpoint_naming``, Accelerate numbers the folders of ``save_state()`` from 0 in each process, and
 refuses a folder that exists. So after a resume the number becomes one more than the highest that is there.
 
-Failure cases: ``attach`` raises an error that names the reason if an attribute of the Accelerator does not exist, if
-nothing was prepared, or if more than one model was prepared.
+Failure cases: ``attach`` raises an error that names the reason if an attribute of the Accelerator does not exist, or,
+without ``model=``, if not exactly one model was prepared.
 """
 
 from __future__ import annotations

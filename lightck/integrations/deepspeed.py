@@ -117,7 +117,7 @@ _REFUSED: dict[str, str] = {
     "zero_quantized_gradients": "it was not tested with lightck",
     "is_deepcompile_enabled": "it replaces the hooks of ZeRO",
 }
-"""Attribute or method of the engine that is true, and why a resume would not be exact then."""
+"""Attribute or method of the engine -> why ``attach`` refuses the engine if it is true."""
 
 
 def attach(
@@ -392,7 +392,7 @@ def _refuse_offload(engine: Any) -> None:
 
 
 def _refuse_other_groups(engine: Any) -> None:
-    """Raise ``UnsupportedError`` unless all ranks are data-parallel ranks, and each partition is divided among all."""
+    """Raise ``UnsupportedError`` unless all ranks are data-parallel ranks, which divide each flat tensor among them."""
     for what, number in (
         ("A model parallel unit (mpu)", 1 if engine.mpu is None else 2),
         ("autotp_size", engine.autotp_size() or 1),

@@ -65,7 +65,7 @@ def log_to(
     Args:
         target: a file, to which lines are appended, or an open text stream such as ``sys.stdout``. Each rank needs a
             file of its own.
-        level: the least level that is written. The logger ``lightck`` gets it too, if its own is higher.
+        level: the least level that is written. The logger ``lightck`` gets it too, if its effective one is higher.
         constants: fields that every line gets, such as ``run="gpt-7"``.
 
     Returns:

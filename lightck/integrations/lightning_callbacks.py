@@ -22,7 +22,7 @@ _OF_MODEL_CHECKPOINT = (
     "_last_checkpoint_saved",
     "_defer_save_until_validation",  # since Lightning 2.6
 )
-"""Attributes that ``ModelCheckpoint.load_state_dict`` does not set. Some releases do not have all of them."""
+"""Attributes of ``ModelCheckpoint``. Its ``load_state_dict`` sets only ``best_model_path``. Some may not exist."""
 
 
 def saved(trainer: Any, ours: Any) -> list[list[Any]]:

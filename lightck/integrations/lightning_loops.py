@@ -28,7 +28,7 @@ def restore(fit_loop: Any, counters: bytes) -> None:
 
 
 def global_step(counters: bytes) -> int:
-    """Return the Trainer's ``global_step``: the number of updates."""
+    """Return the Trainer's ``global_step``: the number of steps of all optimizers."""
     loops = json.loads(counters)
     automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     return int(automatic or loops["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"])

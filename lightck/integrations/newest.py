@@ -15,7 +15,7 @@ def newest(path: str, step: int | None = None) -> lightck.Checkpoint:
     records."""
     try:
         return lightck.recover(path, step=step, lazy=True)
-    except (UnsupportedError, FormatError):  # gradient records: of a group's pools, of a single pool
+    except (UnsupportedError, FormatError):  # gradient records, in a group and in a single pool
         return lightck.recover(path, step=step)
 
 

@@ -49,7 +49,7 @@ _GAUGES = (
     _Metric("step", "step", "Updates since the beginning of the training."),
     _Metric("committed", "committed_step", "Step of the newest committed checkpoint."),
     _Metric("committed_at", "committed_timestamp_seconds", "When the newest commit was reported, in Unix time."),
-    _Metric("in_flight", "in_flight_checkpoints", "Checkpoints between their boundary and their commit."),
+    _Metric("in_flight", "in_flight_checkpoints", "Checkpoints of finished steps that are not committed yet."),
     _Metric("interval", "interval_steps", "Updates from one checkpoint to the next."),
 )
 _TIER_COUNTERS = (

@@ -181,8 +181,8 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return
         raise CheckpointExistsError(
             f"The pool {self._pool!r} holds step {pool_step} of a training, and {fact}. Nothing was trained. To go on "
-            "from the folder, name another pool (checkpoint.pool), or remove this one; to continue from the pool, name "
-            "another folder (checkpoint.folder)."
+            "from the folder, name another pool (checkpoint.pool), or remove this one; to continue from the pool, "
+            "leave load_step out, and name another folder (checkpoint.folder)."
         )
 
 
@@ -201,7 +201,7 @@ def _refuse_release(trainer: Any) -> None:
 
 
 class _ResumedLoader:
-    """The loader of a resumed training. To begin a pass draws a random number; a run that was never killed drew it
+    """The loader of a resumed training. Beginning a pass draws a random number. A run that was never killed drew it
     before its first step, so here the random state is put back."""
 
     def __init__(self, loader: Any) -> None:

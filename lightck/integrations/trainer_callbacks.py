@@ -29,7 +29,7 @@ class CallbackStates:
         self._least_counts: list[int] = []
         """The lowest counter that each ``EarlyStoppingCallback`` had in this run."""
         self.had_stopped_early = False
-        """Whether an ``EarlyStoppingCallback`` has ended the run before."""
+        """Whether an ``EarlyStoppingCallback`` has ended the run before, and this run is not longer."""
         self._warned: set[tuple[int, str]] = set()
         """Number of the callback, and name of the attribute, that a warning has named."""
 
@@ -38,7 +38,7 @@ class CallbackStates:
 
     def states(self) -> list[list[Any]]:
         """Return name of the class and state, for each callback that has one. At the step of the resume, those that are
-        new are left out, so that this is what was restored."""
+        new are left out, so that the result is what was restored."""
         new = self._new if self._trainer.state.global_step == self._resumed_at else []
         return [[type(one).__name__, one.state()] for one in self._exportable() if one not in new]
 

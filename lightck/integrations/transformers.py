@@ -359,7 +359,7 @@ class TrainerSession:
         if folder is True:
             folder = get_last_checkpoint(self.trainer.args.output_dir)  # type: ignore[no-untyped-call]
         if not isinstance(folder, (str, os.PathLike)):
-            return  # there is no checkpoint, which the Trainer says
+            return  # there is no checkpoint, so the Trainer raises an error
         folder = os.fspath(folder)
         file = os.path.join(folder, trainer_module.TRAINER_STATE_NAME)
         if not os.path.isfile(file):

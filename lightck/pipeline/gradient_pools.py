@@ -82,8 +82,8 @@ class GradientPools:
         self._base_every, self._interval, self._updated = base_every, interval, updated
         self._n_records, self._capacity, self._whole = n_records, capacity, whole
         self._seen_dense: set[str] = set()
-        """Names of all gradient entries that ``laid_out`` was given so far. A dense gradient among them that has an
-        indexed form did not fit into that form."""
+        """Names of all gradient entries that ``laid_out`` was given so far. If the dense entry of a gradient is among
+        them although the gradient has an indexed form, the gradient did not fit into that form."""
         self._base_every_max = BASE_EVERY_MAX
         """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
@@ -171,7 +171,7 @@ class GradientPools:
         step, update, names = closed_step.step, closed_step.update, writer.units.names
         moved = writer.units.numbers.keys() & self._whole()
         if moved:
-            raise RelayoutNeededError(f"{min(moved)!r} lies in homes, and no gradient of it is recorded any more")
+            raise RelayoutNeededError(f"no gradient of {min(moved)!r} is recorded any more, so it needs another place")
         if update is None or writer.log.step != step - 1 or self._base_every_max < writer.log.base_every:
             writer.skipped(step - 1, np.ones(len(names), np.bool_))
             writer.limit_base_every(self._base_every_max)
@@ -180,7 +180,7 @@ class GradientPools:
             updated = np.array([name in update.updated for name in names], np.bool_)
         plan = writer.plan_record(updated, commits=closed_step.is_checkpoint)
         if plan is None and len(held) > 1:
-            return None  # the caller waits: other ranks need one of these only until they have committed a newer one
+            return None  # the caller waits: other ranks need a held one only until they have committed a newer one
         if plan is None:
             raise RelayoutNeededError("each of the pool's gradient records is needed")
         token = None if closed_step.tensor_list is None else closed_step.tensor_list.token

@@ -106,7 +106,7 @@ class WriteGuard:
         """The checkpoints of the generations after ``stale_after``, up to and including ``_found_generation``, are
         stale. None: no checkpoint is stale."""
         self._found_generation = 0
-        """The newest generation at the moment when an unannounced write was found last."""
+        """The newest generation at the moment when stale checkpoints were found last."""
 
     @property
     def copied_at_boundary(self) -> set[str]:
@@ -272,7 +272,9 @@ def weak_validator(validate: Validator) -> Validator:
         if method is not None:
             return method(checkpoint, writer)
         consequence = "Close a session (session.close(), or leave its `with`), and its last step is saved."
-        return Rejection("its session was dropped before it was validated", [], consequence=consequence)
+        return Rejection(
+            "its session was garbage-collected before its copies were checked", [], consequence=consequence
+        )
 
     return validate_if_alive
 

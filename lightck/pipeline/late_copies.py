@@ -1,8 +1,9 @@
 """Copies from stand-ins (``state/stand_ins.py``), whose bytes are complete only some time after the boundary.
 
-At the boundary the checkpoint gets a reservation, and each group of stand-ins a *held* job of the engine, as tensors on
-a device do. The group starts its job when it is complete. So the first groups are copied while the last ones are not
-complete yet. Nothing but their maker writes to stand-ins, and so their signatures are not watched.
+At the boundary the checkpoint gets a reservation, and each group of stand-ins gets a job of the engine that waits for
+its start, as each group of tensors on a device does. The group starts its job when it is complete. So the first groups
+are copied while the last ones are not complete yet. Nothing but their maker writes to stand-ins, and so their
+signatures are not watched.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class LateCopies:
         return Begun(reservation, np.concatenate([NO_RECORDS, *(part.numbers for part in begun)]), len(begun))
 
     def _find_parts(self, submission: Submission) -> None:
-        """Compute the parts of a checkpoint, unless they are those of the last one. (The writer uses what it computed
-        for an array again if it gets the same array.)"""
+        """Compute the parts of a checkpoint, unless they are those of the last one. (If the writer gets the same
+        array again, it reuses what it computed for it.)"""
         lists = [table.late for table in submission.plan.tables]
         if len(lists) == len(self._lists) and all(a is b for a, b in zip(lists, self._lists, strict=True)):
             return

@@ -58,7 +58,7 @@ class NonfiniteCheck(CommitDecision):
         self.on_refused: Callable[[str], object] = lambda reason: None
         """Called with the reason of each refusal."""
         self.reason_of_others: Callable[[], str | None] = lambda: None
-        """Returns why this rank has given up its last checkpoint, because another rank pauses; None if it has not."""
+        """Returns why another rank pauses, if this rank has therefore given up its last checkpoint; else None."""
 
     @property
     def paused_reason(self) -> str | None:

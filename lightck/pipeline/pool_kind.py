@@ -26,8 +26,8 @@ class PoolKind(Protocol):
         ...
 
     def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
-        """Return the number of slots of the first file. entries: as ``laid_out`` returned them. state_nbytes: of the
-        small state. wanted: the number that the session asks for."""
+        """Return the number of slots of the first file of this kind. entries: as ``laid_out`` returned them.
+        state_nbytes: of the small state. wanted: the number that the session asks for."""
         ...
 
     def writer(

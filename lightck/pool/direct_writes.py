@@ -97,9 +97,9 @@ def why_untrusted(path: str) -> str | None:
 
 
 def copy_threads(path: str, backend: str, kind: int) -> int | None:
-    """Return the number of copy threads for a pool. None: the default number. A pool that is written through the page
-    cache gets this number too, because more threads would make its steps a tenth longer. ``path``: of the pool, which
-    need not exist yet. ``backend``: the name of its backend. ``kind``: ``MEDIUM_...`` of it."""
+    """Return the number of copy threads for a pool. None: the default number, also on a disk whose file system gets no
+    direct writes, where more threads would make a step a tenth longer. ``path``: of the pool, which need not exist
+    yet. ``backend``: the name of its backend. ``kind``: ``MEDIUM_...`` of it."""
     is_direct = backend == "file" and kind == MEDIUM_DISK and why_untrusted(os.path.dirname(path)) is None
     return THREADS_FOR_DIRECT_WRITES if is_direct else None
 

@@ -368,8 +368,8 @@ class Job:
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
-        """Free the entries in the engine's job table of a job that has ended and of its parts, and drop the reference
-        to ``memory``."""
+        """Free the entries that this job, which has ended, and its parts have in the engine's job table. Drop the
+        reference to ``memory``."""
         for part in self.parts:
             part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)

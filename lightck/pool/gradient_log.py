@@ -104,8 +104,8 @@ def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, i
     if in_group and base_every < 2 * interval:
         return (
             f"base_every={base_every} is less than twice the interval ({interval}). In a group of ranks two "
-            "checkpoints stay loadable, so a unit would have no home that may be overwritten. Choose base_every of at "
-            f"least {2 * interval}."
+            "checkpoints stay loadable, so no whole copy of a parameter could be overwritten in time. Choose "
+            f"base_every of at least {2 * interval}."
         )
     least = records_min(base_every, interval, in_group=in_group)
     records = records_default(base_every, interval, in_group=in_group) if log_records is None else log_records
@@ -519,8 +519,8 @@ class GradientLog:
         )
 
     def with_protected_only(self, kept_slots: Set[int]) -> GradientLog:
-        """The log after all committed checkpoints but those in these record slots may be overwritten. If none of them
-        is left, the newest one stays protected."""
+        """The log in which only those committed checkpoints stay protected that lie in these record slots. If there
+        are none, the newest one stays protected."""
         kept = tuple(one for one in self.protected if one.records[-1].slot in kept_slots) or self.protected[-1:]
         return self if len(kept) == len(self.protected) else replace(self, protected=kept)
 

@@ -10,7 +10,7 @@ home any more, until it is written again.
 
 A record that is not committed has the same job without its last stores: the manifest is stored and fenced when the job
 has ended, and nothing is synced. So all that a later checkpoint names is fenced before the sync that comes before its
-commit record. A crash before this commit record leaves the checkpoint before it, which needs none of it.
+commit record. A crash before this commit record leaves the earlier checkpoint, which needs none of these stores.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Places:
     @property
     def is_at_rest(self) -> bool:
         """Whether no slot belongs to a record that is newer than the newest checkpoint. Such a record is being written,
-        was not finished, or is not used any more; it may have overwritten what the newest checkpoint does not need."""
+        was not finished, waits for a later commit, or is not used any more; it may have overwritten what the newest
+        checkpoint does not need."""
         newest, slots = self._newest, range(len(self._reader.superblock.slots))
         generation = 0 if newest is None else newest.header.generation
         return all((self._reader.slot_generation(slot) or 0) <= generation for slot in slots)

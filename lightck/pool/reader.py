@@ -210,8 +210,8 @@ class PoolReader:
             raise FormatError(
                 f"The pool {self.path!r} holds gradient records: a training with strategy=Gradients(...) made it, and "
                 "its updates must be made again before a tensor can be read. Pass strategy=lightck.Gradients(...) to "
-                "attach(); or write the checkpoint into a new pool for any other strategy (lightck compact POOL NEW), "
-                "or load it with lightck.recover(path), without lazy=."
+                "attach(); or write the checkpoint into a new pool for any other strategy (in a single process: "
+                "lightck compact POOL NEW), or load it with lightck.recover(path), without lazy=."
             )
 
     def _check_size(self, superblock: Superblock) -> None:

@@ -1,7 +1,7 @@
 """A trace in memory and as a file: JSON of the Trace Event Format, which Perfetto and chrome://tracing open.
 
 The file holds complete events (``"ph": "X"``) with one ``tid`` per row; metadata events name and order the rows. Times
-in the file are microseconds from the start of the trace. A file is untrusted, so everything in it is checked when it is
+in the file are microseconds from the start of the trace. A file is untrusted, so its events are checked when it is
 read; a bad file raises ``TraceFormatError``.
 """
 
@@ -168,8 +168,8 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _trace(found: object) -> Trace:
-    """Return the trace in the parsed JSON. All of it is checked, so that other code may rely on types, order and
-    bounds. Raises ``ValueError`` with the reason."""
+    """Return the trace in the parsed JSON. Its events are checked, so that other code may rely on the types, order and
+    bounds of their times, names, steps, layers, modules and bytes. ``about`` is not checked. Raises ``ValueError``."""
     if not isinstance(found, dict) or not isinstance(found.get("otherData"), dict):
         raise ValueError("it has no otherData")
     about = found["otherData"]

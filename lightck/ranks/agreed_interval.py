@@ -62,7 +62,7 @@ class Schedule:
         """``begin``: the pattern with which all ranks begin."""
         self._lock = threading.Lock()
         self._patterns = [begin]
-        """The patterns that are needed, in the order in which they begin. The last ones may begin later."""
+        """The patterns that are needed, in the order of ``first``. The last ones may not have begun yet."""
         self._pending: Pattern | None = None
         """A pattern that this rank has accepted, and whose verdict it does not know."""
         self._decided = begin.first - 1
@@ -86,7 +86,7 @@ class Schedule:
     # -- the training thread
 
     def is_due(self, step: int, saved_step: int) -> bool | None:
-        """Whether to save at this step: the schedule saves it, or it saves an earlier step after ``saved_step`` at
+        """Whether to save at this step: the schedule names it, or names an earlier step after ``saved_step`` at
         which nothing was saved. None: it is not known yet, and the caller asks again. ``saved_step``: the step that was
         saved last."""
         with self._lock:

@@ -289,8 +289,8 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
     if damaged:
         cure = (
             f"No checkpoint in the pool of {_name(reports, damaged[0])} is intact. Put another copy of that pool into "
-            "the directory. Or remove the damaged pool, if the model is replicated, or if there are peer copies "
-            "(replicas=2): then the rank takes its tensors from another rank, or all go back to the peer copy"
+            "the directory. Or remove the damaged pool, if each pool holds the whole model (split=False), or if there "
+            "are peer copies (replicas=2): then the rank takes its tensors from another rank, or all go back to it"
         )
     elif set.intersection(*steps):
         cure = (

@@ -32,7 +32,7 @@ class CopyCadence:
 
     def __init__(self, copy_seconds: float, nbytes: int, interval: int) -> None:
         """``copy_seconds``: how long the copy of a checkpoint takes at full speed (``longest``). ``nbytes``: size
-        of a checkpoint of this rank then. ``interval``: steps between two checkpoints."""
+        of a checkpoint of this rank when this was measured. ``interval``: steps between two checkpoints."""
         self._copy_seconds, self._nbytes, self._interval = copy_seconds, nbytes, interval
         self._n_commits = 0
         self._began = 0.0, 0

@@ -78,7 +78,7 @@ class Link:
         return sent
 
     def _can_send(self) -> bool:
-        """Wait until the connection takes more bytes. Returns False after the time limit, or if it has ended."""
+        """Wait until the connection takes more bytes, or has ended. Returns False after the time limit."""
         poll, seconds = select.poll(), self._socket.gettimeout()
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(None if seconds is None else 1e3 * seconds))
@@ -136,7 +136,7 @@ class Link:
         other = self._received(_NONCE_NBYTES)
         self.send(_proof(key, role, other))
         if not hmac.compare_digest(self._received(32), _proof(key, other_role, nonce)):
-            raise LinkError("the other side does not know the key")
+            raise LinkError("the other side is no rank of this job: it does not know the job's key")
 
 
 def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:

@@ -324,7 +324,7 @@ class GroupRule(CommitListener):
             "ranks still need. "
             "The checkpoints that all ranks have are intact. Look for an error of the ranks for which this rank "
             "waited. All ranks must make the same number of updates, and call session.paused() and session.flush() at "
-            "the same ones. A larger slots= of attach lets them be further apart."
+            "the same ones. Without gradient records, a larger slots= of attach lets them be further apart."
         )
 
     def struck(self, slots: Sequence[int]) -> None:

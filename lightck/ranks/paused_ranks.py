@@ -87,7 +87,7 @@ class PausedRanks(StoreThread, CommitListener):
 
     @property
     def reason(self) -> str | None:
-        """Why this rank has given up its last checkpoint, because another one pauses; None if it has not."""
+        """Which ranks pause, and why, if this rank has given up its last checkpoint for them; else None."""
         if not self._named:
             return None
         return "; ".join(f"rank {rank} commits nothing ({why})" for rank, why in sorted(self._named.items()))

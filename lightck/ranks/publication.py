@@ -107,7 +107,7 @@ class Publication(StoreThread):
         return SLEEP_SECONDS_MAX if self._expects_news() else None
 
     def _expects_news(self) -> bool:
-        """Whether another rank lacks, as far as is known, what this one has committed last."""
+        """Whether another rank lacks, as far as is known, what this one has committed last, or copied last."""
         newest_copy = max(self._copied, default=None)
         return self._own.newest not in self.together.committed or (
             newest_copy is not None and newest_copy not in self.together.copied

@@ -27,7 +27,7 @@ every copy, and a host takes the pools of its ranks with it, but not their copie
 
 The rule only makes ranks wait. The points at which they wait decide how many steps a crash loses. The functions here
 are pure: they take sets of checkpoints and return decisions. ``tests/ranks/test_model.py`` and ``test_copying.py`` run
-them through every interleaving of small groups; there each claim is a row. The proof and the functions require four
+them through every interleaving of small groups, with a row for each claim. The proofs and the functions require four
 things of the code around them:
 
 - A rank commits its checkpoints in the order of their ids, and leaves out fewer in a row than it has slots.
@@ -167,7 +167,7 @@ class PoolView(NamedTuple):
 
 def never_common(own: Iterable[CheckpointId], others: Collection[PoolView]) -> frozenset[CheckpointId]:
     """Return those checkpoints of a rank that can never become common: another rank lacks the checkpoint, and has
-    committed a newer one. ``own``: the checkpoints that are committed in this rank's pool.
+    committed a newer one, or once this one. ``own``: the checkpoints that are committed in this rank's pool.
 
     *Proof.* The other rank does not hold the checkpoint. (It gave the checkpoint up, left it out, or overwrote it. The
     reason does not matter.) Nor will the other rank commit it later: a rank commits in the order of ids, it has
@@ -266,7 +266,7 @@ class Knowledge:
 
     def slot_to_write(self, contents: Mapping[int, CheckpointId | None]) -> int | None:
         """Return the slot for the next checkpoint; None if no slot may be overwritten, so that the rank has to wait.
-        ``contents``: slot -> its checkpoint (None: no committed one), for each slot that no copy uses.
+        ``contents``: slot -> its checkpoint (None: no committed one), for each slot that is not written now.
 
         An empty slot is chosen first, then a checkpoint to which no recovery can come back, then the oldest checkpoint.
         So the checkpoints before the common one stay as long as possible, for the case that the common one is damaged.

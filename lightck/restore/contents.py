@@ -102,7 +102,7 @@ class MemorySource:
 
 
 class RowsOfOther(NamedTuple):
-    """Checksums of rows that one rank holds and another rank writes, as the first rank held them
+    """Checksums of rows that this rank holds and another rank writes, computed from the bytes that this rank held
     (``rows_of_others.py``)."""
 
     rank: int
@@ -394,7 +394,7 @@ def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
         raise NoTensorError(
             f"The checkpoint holds no tensor {name!r}. Ask for a tensor by its name in the pool, such as "
             "'model/0.weight'. "
-            f"{hint}Checkpoint.names lists them all, as does `lightck inspect --pieces`."
+            f"{hint}Checkpoint.names lists them all."
         )
     if entry.alias is not None:
         raise NoTensorError(

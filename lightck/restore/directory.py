@@ -372,7 +372,7 @@ def _lazily(
         if isinstance(stored, ReplayedCheckpoint):
             raise UnsupportedError(
                 f"The pool {stored.path!r} holds gradient records, from which all tensors are made together. So they "
-                "cannot be loaded one by one. Leave out lazy=True."
+                "cannot be loaded one by one. Leave out lazy=True (of lightck inspect: --pieces)."
             )
     # Buffers usually differ between ranks, and a program may open the same checkpoint lazily many times. So there is no
     # warning about buffers.

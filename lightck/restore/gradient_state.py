@@ -202,7 +202,7 @@ class _Update:
         try:
             value = unpack_dict(record.state).get(UPDATE_KEY)
             if value is None:
-                raise CorruptPoolError("its small state does not say what its update consumed")
+                raise CorruptPoolError("it does not say what its update consumed")
             shapes = {unit_of(one): one.shape for one in record.reader.entries if one.role == "param"}
             self.consumed: ConsumedUpdate = consumed_update(value, self._read, shapes.get, _RecordSlices(record))
         except CorruptPoolError as err:

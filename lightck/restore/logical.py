@@ -80,7 +80,7 @@ class LogicalCheckpoint:
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
-    """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
+    """Name -> who holds it. A tied name has no item here: its bytes lie under another name."""
     remote_first: dict[str, int] = field(init=False)
     """Name of a tensor that must agree -> index of the pool on another host that is read first, if pools on other hosts
     must be read. The choices are such that these pools send about the same number of bytes."""
@@ -165,8 +165,8 @@ class LogicalCheckpoint:
         """Return the indexes in ``of_ranks`` of the checkpoints whose tensors of this name make up the logical tensor.
 
         - A parameter, a buffer, optimizer state: all checkpoints that have the name.
-        - A tensor of the small state: only the checkpoint of the rank whose small state counts, if it has the name.
-        - Otherwise: for extra state of a module the first checkpoint that has the name, for other state none."""
+        - A tensor of the small state: only the checkpoint of the rank whose small state counts, if it has the name. If
+          it lacks the name: the first checkpoint that has it for extra state of a module, none for other state."""
         found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
         of_state_rank = self.state_checkpoint.entries.get(name)
         if self.of_ranks[found[0]].entries[name].role == "state":
@@ -200,8 +200,8 @@ class LogicalCheckpoint:
         return list(dict.fromkeys(model_name_of(name, self.entries[name].role) for name in self.averaged))
 
     def _differing_rows(self) -> set[str]:
-        """Return the names of tensors of which a rank held other rows than the ranks that wrote them, by what its
-        checkpoint records."""
+        """Return the names of tensors in whose rows a rank held other bytes than the ranks that wrote these rows,
+        according to the checksums in its checkpoint."""
         of_ranks = {one.reader.group.rank: one for one in self.of_ranks if one.reader.group is not None}
         found: set[str] = set()
         for rank, stored in of_ranks.items():

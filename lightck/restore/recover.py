@@ -171,8 +171,8 @@ def take_newest(
             raise _no_checkpoint_error(reader, commit_log, step, rejected)
     raise PoolLockedError(
         f"The pool {reader.path!r} is in use, and in each of {_ATTEMPTS} attempts its checkpoints were overwritten "
-        "while they were read. The pool is not damaged. Try again, end the training first, or give the pool more "
-        "slots: attach(..., slots=3)."
+        "while they were read. The pool is not damaged. Try again, or end the training first. A pool without gradient "
+        "records can also be given more slots: attach(..., slots=3)."
     )
 
 

@@ -66,8 +66,8 @@ def replay(
 
     Raises:
         ReplayError: an update is missing or cannot be replayed, ``check`` found a difference, or this process
-            flushes denormal numbers to zero. The message names the unit and the step. The units have bytes of different
-            steps then.
+            flushes denormal numbers to zero. If the update of a unit fails, the message names the unit and the step,
+            and the units have bytes of different steps.
     """
     if flushes_denormals():
         raise ReplayError(

@@ -38,7 +38,7 @@ class ReplayedCheckpoint:
             for name, one in checkpoint.in_record.items()
             if one.entry.role != GRADIENT_ROLE and name not in homes
         }
-        """Name -> tensor that the record holds, and that belongs to no unit."""
+        """Name -> tensor that the record holds, and that has no home."""
 
     @property
     def header(self) -> ManifestHeader:

@@ -47,8 +47,8 @@ def _is_share(entry: Entry) -> bool:
 
 
 class _Written:
-    """The rows that another rank (``rank``) wrote of the tensors that it divides with the rank of ``own`` (see
-    ``differing_rows``), which is called "this rank" below."""
+    """The rows that another rank (``rank``) wrote, of the tensors that it divides with this rank. "This rank" is the
+    rank of ``own`` (see ``differing_rows``)."""
 
     def __init__(self, stored: RankCheckpoint, rank: int, divided: Mapping[str, Entry]) -> None:
         """``stored``: the checkpoint of ``rank``. ``divided``: name -> entry, in this rank's checkpoint, of each tensor

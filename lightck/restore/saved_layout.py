@@ -1,7 +1,7 @@
 """What a checkpoint keeps of the layout with which a rank saved it (``lightck.layout``), besides pieces and names.
 
-It says which place the rank had, and which tensors are averaged: each place has values of its own of them, and another
-number of ranks takes their mean. The text of the rules is for people.
+It says which place the rank had, and which tensors are averaged: these have other values at each place, and another
+number of ranks takes the mean. The text of the rules is for people.
 """
 
 from __future__ import annotations

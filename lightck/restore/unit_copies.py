@@ -72,8 +72,8 @@ class UnitCopies:
     """Finds and reads the copies of units of a checkpoint."""
 
     def __init__(self, records: Records, parameters: Collection[str] | None = None) -> None:
-        """``parameters``: those of the units; None: all units. Raises ``DamagedError`` if a unit has no copy, or one
-        that is not complete."""
+        """``parameters``: those of the units; None: all units that have a home. Raises ``DamagedError`` if a base lacks
+        its parameter, or has tensors of different steps."""
         self._records, checkpoint = records, records.checkpoint
         self._entries: dict[str, list[Entry]] = {}
         """Parameter -> the entries of its unit in a home."""
@@ -177,8 +177,8 @@ class UnitCopies:
 
 
 def _first_whole(checkpoint: GradientCheckpoint) -> dict[str, int]:
-    """Return parameter -> the step of the record in which its unit lies whole, for the units that have no base. (The
-    ``step`` in the row of a tensor in a record is the step before that of the record.)"""
+    """Return parameter -> the step of the record in which its unit lies whole, for the units that have no base. (If
+    a tensor lies in a record, the ``step`` in its row is one less than the step of that record.)"""
     homes = {entry.name: entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
     return {
         unit_of(homes[checkpoint.name_of(number)]): int(row["step"]) + 1

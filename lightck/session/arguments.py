@@ -143,7 +143,7 @@ class SaveOptions:
 
 
 def _warn_of_unsaved_steps(tiers: Iterable[Tier], interval: int | str | Auto) -> None:
-    """Warn of each tier whose ``keep_every`` asks for steps that need not be saved."""
+    """Warn of each tier whose ``keep_every`` asks for steps that the interval may leave out."""
     for each in tiers:
         if each.keep_every is None:
             continue

@@ -3,7 +3,7 @@ the bytes that a replay from its old base gives.
 
     boundary t   the old base and the records up to t - 1 are committed, so both are read from the pool
                  the update of step t is in memory
-                 base, then one update after the other, on tensors of its own: the result has the bits of the live unit
+                 replay: the base, then each update, on tensors of its own. The result has the bits of the live unit
 
 So each write that the updates do not explain is found within ``base_every`` steps, however small it is, and wherever it
 was made. The audit of updates compares parts, and the search for outside writes does not see a write inside

@@ -283,8 +283,8 @@ class Capture:
         self._read_modules(provisional)
 
     def before_forward_of_next_step(self) -> None:
-        """The forward of the next step begins, and its pre-step hook will close the checkpoint of the last update. What
-        the loop has written to buffers and extra state since the update belongs to it, so they are read again."""
+        """The forward of the next step begins, and its pre-step hook will close the checkpoint of the last update. Read
+        buffers and extra state again, because what the loop has written to them since belongs to that checkpoint."""
         if self.provisional is not None and not self.provisional.has_next_begun:
             self.provisional.has_next_begun = True
             self.provisional.extra_large.clear()

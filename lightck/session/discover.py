@@ -315,7 +315,7 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
 
 
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Name -> class name of each optimizer, for a log line. A wrapper and the optimizers inside it have one name."""
+    """Name -> class name of each optimizer, for ``Found.classes``. A wrapper and those inside it have one name."""
     around: dict[int, list[str]] = {}
     for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         around.setdefault(wrapper_role.outermost, []).append(type(optimizer).__name__)

@@ -110,7 +110,7 @@ class AgreedCadence(CommitListener):
                 self._propose(Proposal(first, (wanted.interval, wanted.skip)))
 
     def _lead(self, present: Pattern) -> int:
-        """Return in how many steps a proposed pattern begins."""
+        """Return in how many steps a proposed pattern begins, while ``_lead_factor`` is 1."""
         steps = math.ceil(_LATENCY_SECONDS / median(self._seconds)) if self._seconds else 0
         return max(_LEAD_MIN * present.max_gap(), steps)
 

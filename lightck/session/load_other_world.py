@@ -82,7 +82,7 @@ def _load_on_all(
     ""."""
     logical: LogicalCheckpoint | None = None
     relocated: Relocated | None = None
-    # Only with pipeline stages may a tensor be held by no rank. Without stages no names are compared.
+    # Only with pipeline stages can a tensor be missing on all ranks. Without stages no names are compared.
     problem, has_compared_names = "", not other.tensors.is_stage
     while True:
         loaded, lacks_blocks = None, False
@@ -155,8 +155,8 @@ def _refuse_tensors_without_holder(other: OtherWorlds, meeting: Meeting, logical
 
 
 def _other_parts(own: RankCheckpoint, now: Relocated) -> list[str]:
-    """Return the names of the parameters of which this rank now holds another part than ``own``, the checkpoint in its
-    pool of the old world, has. ``now``: this rank's parts of the checkpoint."""
+    """Return the names of the parameters of which this rank now holds another part than before. ``own``: the checkpoint
+    in its pool of the old world. ``now``: this rank's parts of the checkpoint."""
     return [
         name
         for name, entry in now.entries.items()

@@ -11,8 +11,8 @@ compares state on three occasions only, and reads nothing afterwards:
 point again was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does not hold what the loop does
 afterwards.)
 
-*In a fresh run*: a change counts if the loop makes it before the first closing point, and makes it again between the
-first update and the next closing point.
+*In a fresh run*, or after the restore of a checkpoint that ``flush()`` closed: a change counts if the loop makes it
+before the first closing point, and again between the first update and the next closing point.
 
 *In a resume in the middle of a pass over a session loader*: whatever changes until the loop continues the pass was
 changed twice, because the interrupted run had executed the top of the same epoch already.

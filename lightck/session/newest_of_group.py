@@ -12,8 +12,8 @@
 
 Invariant: no pool is replaced before all parts of the chosen checkpoint were fetched and verified.
 
-Failure cases: a rank is killed between two replacements: the next start finds pools of two worlds, none of which is
-whole, and fetches the checkpoint again. A pool cannot be opened: nothing is fetched, and attach says what is wrong with
+Failure cases: a rank is killed between two replacements: the next start compares again, and fetches the checkpoint
+again unless all pools hold it. A pool cannot be opened: nothing is fetched, and attach says what is wrong with
 the pool.
 """
 
@@ -314,7 +314,7 @@ def _candidate(store: Store, one: _Offered) -> Candidate:
     for found in candidates_of(store, store.listing(), one.step, rejected):
         if found.checkpoint.claim == claim and found.world_size == one.world_size and found.order == one.sort_key:
             return found
-    raise DamagedError(f"it cannot read its manifests ({rejected[0].reason if rejected else 'some are not there'})")
+    raise DamagedError(f"manifests cannot be read ({rejected[0].reason if rejected else 'some are not there'})")
 
 
 def _refuse_single(store: Store, container: Container, path: str) -> None:

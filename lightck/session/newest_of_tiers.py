@@ -82,7 +82,7 @@ def _log_hint(path: str, stores: Sequence[Store]) -> None:
     if newest is not None:
         log.warning(
             "lightck: the pool %r cannot be used, but a tier has a checkpoint: %s. To continue from it, move the pool "
-            "away, and attach again with resume=True",
+            "away (if it is a device: name a file as the pool), and attach again with resume=True",
             path,
             newest,
         )
@@ -150,7 +150,7 @@ def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
 def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequence[Rejected]) -> None:
     for reason in rejected:
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
-    had = "was not there"
+    had = "was not there, or held no checkpoint"
     if in_pool is not None:
         is_same = in_pool.order[:2] == found.order[:2]
         had = f"held step {in_pool.order.step}" + ("" if is_same else " of an earlier start of the training")

@@ -3,9 +3,9 @@
     compare     Each rank says whether its own pool, if there is one, fits the parts that it holds now. This file has
                 nothing more to do if all pools fit, no pool of another number of ranks is there, and no rank that has
                 lost its pool finds a peer copy, or needs a pool that lies on another host.
-    choose      Each rank opens and locks the pools in the directory. All choose the same world: the one with the newest
-                checkpoint that all its pools have. If that is the world of this group, the pools of the others are left
-                from an earlier change of worlds. Otherwise its checkpoint is loaded.
+    choose      Each rank opens the pools in the directory. All choose the same world: the one with the newest
+                checkpoint that all its pools have. If that is the world of this group, the others are left from an
+                earlier change of worlds. Otherwise its checkpoint is loaded. Each rank locks the pools that it removes.
     restore     Each rank reads its parts, verified, from the pools of the chosen world (``load_other_world.py``), and
                 votes. If a rank cannot, all take the next older checkpoint.
     copy        Each rank makes a pool of its own, with a copy of what it has restored under the name that the
@@ -14,7 +14,7 @@
 
 Invariant: no pool of the old world is changed before all ranks of the new world hold the checkpoint. So if a process is
 killed at any moment, the next start of either world finds the checkpoint: in the pools of the old world, or in those of
-the new one. Both hold the same bytes under the same name, so no rank can take another one.
+the new one. Both hold the same bytes under the same name, so no rank can take another checkpoint.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     """Return the pools of other worlds in the directory; None if there are none. All ranks call this.
 
     Raises ``CheckpointExistsError`` if a checkpoint of another world would be loaded, and ``resume`` is not True;
-    ``UnsupportedError`` if the ranks have several directories; ``RankError`` if no checkpoint can be chosen;
-    ``PoolLockedError`` if a pool is in use."""
+    ``UnsupportedError`` if a host lacks a pool with gradient records; ``RankError`` if no checkpoint can be
+    chosen; ``PoolLockedError`` if a pool is in use."""
     reshard(arguments.model)
     refuse_other_layouts(arguments.layout, meeting)
     tensors = tensors_of(arguments.model, arguments.layout)
@@ -387,7 +387,7 @@ def _refuse_unasked(directory: str, choice: _Choice, arguments: Arguments) -> No
 
 
 def _has_other_world(directory: str, group: Group, tensors: ModelTensors) -> bool:
-    """Whether this rank sees that there are pools of another world. Only this rank's own pool is opened."""
+    """Whether this rank sees that there are pools of another world. Only this rank's own pool is compared."""
     standard = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
     if any(path.name not in standard for path in pools_in(directory)):
         return True

@@ -2,8 +2,8 @@
 
     begin       Each host gets a partial copy (``pool/partial_copy.py``) of each pool of the chosen world that it lacks:
                 the metadata. So its ranks know all checkpoints of that world.
-    want        Each rank says which blocks it needs for its parts of one checkpoint. Of what several pools hold, it
-                takes the pools on its host first, and the others in turn (``restore/relocated.py``).
+    want        Each rank says which blocks it needs for its parts of one checkpoint. If several pools hold the same
+                bytes, it chooses a pool on its own host if there is one (``restore/relocated.py``).
     fetch       One rank per copy receives what all ranks of its host want, once, from a rank of a host that has the
                 pool, over a process group of gloo. If several hosts have the same pool, each sends a part of it.
     verify      Each rank verifies the blocks that it wanted. A damaged one is fetched again, from each of the hosts

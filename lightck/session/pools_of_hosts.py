@@ -46,7 +46,7 @@ class PoolFacts:
     steps_max: int
     """The largest step of a commit record, whether its checkpoint is usable or not; 0 for a peer copy."""
     has_shares: bool
-    """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
+    """Whether the rank wrote only its share of some tensors that several ranks of its host held."""
     has_gradients: bool
     """Whether the pool holds gradient records."""
     digest: bytes

@@ -5,7 +5,7 @@
     the step       goes on, ends as always, and is saved, whatever ``interval`` says
     should_stop    read by the loop. Between two steps it commits the present one, lets the drain send it, waits for
                    both until the deadline, and is True from then on. In the middle of a step it is False
-    close          commits what is not committed yet, and waits for the tiers until the deadline only
+    session.close  commits what is not committed yet, and waits for the tiers until the deadline only
     watcher        a thread. At half the grace, if no step has ended, the drain is asked for the newest checkpoint. At
                    the deadline it names what is missing
 

@@ -22,8 +22,8 @@ BLOCK = 64 << 10
 BUDGET_NBYTES = 16 << 20
 """How many bytes in host memory are compared for one checkpoint."""
 ROUND = 16
-"""At each checkpoint it is the turn of units on devices with at least 1 / ``ROUND`` of their bytes. So a round over all
-of them takes at most ``ROUND`` checkpoints. A unit that is not usable at its turn is left out in this round."""
+"""Each checkpoint measures at least 1 / ``ROUND`` of the bytes that all units on devices have together. So a round over
+all of them takes at most ``ROUND`` checkpoints. A unit that is not usable at its turn is left out in this round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,8 +264,8 @@ class SavedWatch:
     # -- an optimizer is followed ------------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
-        """Check after ``n`` iterations without an update. If no parameter changes in them, the loop accumulates
-        gradients, and nothing is wrong."""
+        """Check after ``n`` iterations without an update. If no parameter changes between the last two, the loop
+        accumulates gradients, and nothing is wrong."""
         if n == _CHECK_AFTER:
             self._before = self._params()
         elif n == _CHECK_AFTER + 1 and not self._is_reported:

@@ -66,8 +66,8 @@ def _tensors(value: object, path: str, depth: int) -> Iterator[tuple[str, torch.
 
 def warn_of_shared_memory_in_optimizers(lives: Iterable[Live], optimizers: Iterable[object]) -> bool:
     """Warn if two tensors of optimizer state share memory, because a restore makes separate tensors of them. Return
-    whether there is any optimizer state yet. ``optimizers``: those that are followed. One with a true attribute
-    ``joins_restored_state`` puts restored tensors into common memory by itself (DeepSpeed's partitions)."""
+    False if there is no optimizer state yet to check. ``optimizers``: those that are followed. If one has a true
+    attribute ``joins_restored_state`` (DeepSpeed: it joins restored tensors by itself), return True without a check."""
     if any(getattr(optimizer, "joins_restored_state", False) for optimizer in optimizers):
         return True
     state_tensors = [

@@ -33,8 +33,8 @@ _WIDTH, _LAYERS, _BATCH = 64, 3, 32
 _NOTHING = 0.0, 0.0, 0.0
 _HOOKS = 15e-6, 15e-6, 10e-6
 _CHECKPOINT = 200e-6, 50e-6, 25e-6
-"""Seconds of lightck's code before the forward, before the update and after it: of a step that saves nothing, and of a
-step that saves a checkpoint. Measured in a training of the small model on an AMD EPYC."""
+"""Seconds of lightck's code before the forward, before the update and after it: of a step without lightck, of one that
+saves nothing, and of one that saves a checkpoint. Measured in a training of the small model on an AMD EPYC."""
 _STEPS, _ROUNDS = 12, 3
 """Steps of each kind in one round, and rounds."""
 _UNTIMED = 2

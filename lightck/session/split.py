@@ -110,7 +110,7 @@ def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
 
 
 def _differing_between_stages(own: Mapping[str, bytes], stage: int, meeting: Meeting) -> list[str]:
-    """Return the names of the tensors of which two of the ranks that hold them have different bytes. If the ranks of
+    """Return the names of the tensors that have different bytes on two of the ranks that hold them. If the ranks of
     each stage have the same, only the first one of each stage sends the digests of its tensors."""
     together = [stage, blake2b(msgpack.packb(dict(own)), digest_size=16).digest()]
     found = [msgpack.unpackb(one) for one in meeting.exchange("digests of stages", msgpack.packb(together))]

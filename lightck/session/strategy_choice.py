@@ -7,7 +7,7 @@
                             busy, for more than 1 % of the time; an update changes at least twice as many bytes as it
                             consumes; no checkpoint is pinned; the pool fits into half of the free space
     the next checkpoint     is full, and is written into a new pool file, which replaces the present one (a relayout)
-    after the update then   updates are recorded
+    after the next update   updates are recorded
     two rounds of bases     the same costs are measured with ``Gradients``. If they are not lower than those of
                             ``FullState``, updates are recorded no more, and the next checkpoint is written into a new
                             file of the first kind

@@ -85,7 +85,7 @@ class UpdateRecords(StepListener):
         """Called when updates are not trusted any more, with the generation after which checkpoints may be wrong (None:
         it is not known). Returns whether they are struck when a newer one is committed."""
         self._reason = ""
-        """Why the record of the update that is made next will be of no use; "" if no reason is known."""
+        """Why the next record that ``record_of`` makes is of no use; "" if no reason is known."""
         self._distrust = ""
         """The first difference that the audit or the check of bases has found; "" if they found none."""
         self.update_seconds = 0.0
@@ -95,7 +95,7 @@ class UpdateRecords(StepListener):
         self._n_full = 0
         """How many checkpoints in a row were full for a reason."""
         self._hole = ""
-        """Why the next checkpoint is full, if an update since the last one has left no record; "" if none has."""
+        """Why the next checkpoint is full, if an update since the last one has left no record; else ""."""
         self._optimizer_of: dict[str, int] = {}
         """Name of a parameter -> index of the optimizer that last had it."""
         self._token_of_optimizers: object = None
@@ -300,7 +300,7 @@ class UpdateRecords(StepListener):
             first, last = found.since + 1, update.step - 1
             wrong = (
                 f"If the process crashes before the next checkpoint is committed, one of the steps {first} to {last} "
-                "may be recovered without a change that something else than an update has made."
+                "may be recovered without a change that was made by something other than an update."
             )
             self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW, found.generation)
         return found.difference or found.unreadable
@@ -366,7 +366,7 @@ class UpdateRecords(StepListener):
 
 
 def _is_dense(live: Live) -> bool:
-    """Whether a tensor is no sparse one, which no checkpoint holds: the boundary refuses it by name."""
+    """Whether a tensor is not sparse. (No checkpoint holds a sparse one: the boundary refuses it by name.)"""
     return live.tensor.layout is torch.strided
 
 

@@ -52,9 +52,9 @@ class WholeUnits:
 
 
 def shared_units(lives: Iterable[Live], optimizers: Iterable[OptimizerView]) -> frozenset[str]:
-    """Return the names of the parameters of optimizers that have a tensor in the memory of another tensor, in whole or
-    in part, and the names of the parameters that have this other tensor, also those that belong to no optimizer. (A
-    parameter under two names is one tensor, and one unit.)"""
+    """Return the names of the parameters whose units share memory, in whole or in part: each parameter of an optimizer
+    that shares, or whose optimizer state shares, and the parameter of the other tensor, also if it belongs to no
+    optimizer. (A parameter under two names is one tensor, and one unit.)"""
     names = {name for view in optimizers for name, _ in view.params}
     lives = list(lives)
     return frozenset(_in_same_memory(lives, names) | _overlapping(lives, names))

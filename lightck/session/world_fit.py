@@ -11,9 +11,9 @@ from lightck.state.rules import ModelTensors
 
 
 def fits(reader: PoolReader, tensors: ModelTensors) -> bool:
-    """Whether the tensors of the model that this pool holds are the parts that this rank holds; and the same
-    parameters, if the model is a pipeline stage, or may have been one. (Other differences between pool and model are
-    found by the restore.) What counts is what the rank held, and not which rows of it were its share."""
+    """Whether this pool holds the same parts of the model's tensors as this rank. If the model is a pipeline stage, or
+    may have been one, the pool must also hold the same parameters. (Other differences between pool and model are found
+    by the restore.) What counts is what the rank held, and not which rows of it were its share."""
     may_be_of_stage = reader.group is not None and len(reader.group.mesh_shape) > 1
     saved_params = {entry.name for entry in reader.entries if entry.role == "param"}
     if (tensors.is_stage or may_be_of_stage) and _of_model(saved_params) != tensors.params:

@@ -27,8 +27,8 @@ every write that a loop makes at each step. For the sources of background copies
 have such sources are counted."""
 
 _BLOCKS_MAX = 4096
-"""The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model
-of very many tiny tensors)."""
+"""The largest number of blocks that one checkpoint reads if not all blocks together fit in its budget (there may be
+very many tiny tensors)."""
 
 ALL = slice(None)
 """The choice of all blocks, as an index of the arrays in ``Blocks``."""

@@ -1,4 +1,4 @@
-"""Copies of the persistent buffers as they are right after an update, in memory that the next update reuses.
+"""Copies of the persistent buffers as they are between an update and the next forward, in memory that is reused.
 
 The forward of the next step changes buffers. If no event closes the checkpoint before that forward, the next call of
 ``optimizer.step()`` closes it, and the checkpoint holds these copies. One call of torch copies all buffers, as long as

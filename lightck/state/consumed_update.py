@@ -43,7 +43,7 @@ class SparseGradient:
 
 
 Gradient = torch.Tensor | SparseGradient | None
-"""None: the parameter had no gradient, which is not a gradient of zeros (or one that is not recorded: see
+"""None: the parameter had no gradient (this differs from a gradient of zeros), or its gradient is not recorded (see
 ``ConsumedStep``). A dense gradient keeps its strides, because the bits of the update depend on them if its dtype is
 narrower than float32."""
 
@@ -88,7 +88,7 @@ class ConsumedStep:
     optimizer: the index of the optimizer among those that the session follows (``optimizer_wrappers.py``). class_name:
     the name of its class. gradients: the name of every parameter of every group -> its gradient; None if it had none,
     or if its gradient is not recorded, because its unit lies whole in each checkpoint. (A missing name is an error, and
-    means neither of these.) The mapping may read a gradient at its first use. grad_scale, found_inf: the attributes
+    means neither of these.) The mapping may read a gradient at each access. grad_scale, found_inf: the attributes
     that a GradScaler sets for a fused optimizer, or None.
     """
 

@@ -1,6 +1,6 @@
 """The states of random generators that a program makes itself: torch's, numpy's and Python's.
 
-Each state is one uint8 tensor on the CPU, so a position stores the states of all kinds in the same way. Stored states
+Each state is one uint8 tensor on the CPU, so the position of a loader stores all kinds in the same way. Stored states
 are untrusted: ``check_state`` runs before ``set_state``.
 """
 

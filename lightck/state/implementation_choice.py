@@ -68,7 +68,7 @@ def _chosen(kind: type, group: Mapping[str, Any]) -> Implementation:
 def writes_gradients(kind: type, options: Mapping[str, Any], implementation: Implementation, has_scale: bool) -> bool:
     """Whether an update by a class of ``torch.optim`` changes the gradients of a group. ``options``: of the group.
     ``has_scale``: whether a GradScaler gave the optimizer a scale (``grad_scale``), by which a fused kernel divides the
-    gradients in place. False for any other class: then only comparing the gradients shows what its ``step`` does."""
+    gradients in place. No answer for any other class: only comparing the gradients shows what its ``step`` does."""
     if implementation is Implementation.FUSED:
         return has_scale
     if not issubclass(kind, torch.optim.SGD):

@@ -53,7 +53,7 @@ class StandIns(Protocol):
 
     @property
     def are_assigned(self) -> bool:
-        """Whether ``assign`` was called after the last change of which tensors have stand-ins, and which ones."""
+        """Whether ``assign`` was called after the last time that a tensor got, lost or changed its stand-in."""
         ...
 
     @property

@@ -1,5 +1,5 @@
-"""Copies of units in host memory (a unit is a parameter with its optimizer state), which make the updates of the
-training too.
+"""Copies of units in host memory, on which the updates of the training are made too. (A unit is a parameter with its
+optimizer state.)
 
 A copy has the shape, strides and dtype of its tensor. Only units whose tensors are dense, whole, and updated by an
 optimizer have copies.

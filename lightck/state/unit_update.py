@@ -73,8 +73,8 @@ def update_unit(
 
     consumed: what the step consumed. Its tensors are not changed. group_index: the index of the unit's group in
     ``consumed.groups``. optimizer: of the class that made the step. threads: the number of intra-op threads that made
-    the step; where it decides no bits, one thread makes it here. slice_numel: the number of elements of a slice, where
-    slices give the same bits; None: never in slices.
+    the step; where this number decides no bits, one thread is used here. slice_numel: the number of elements of a
+    slice, where slices give the same bits; None: never in slices.
 
     Raises:
         ReplayError: the unit's gradient is not recorded, or does not fit, or the step fails.

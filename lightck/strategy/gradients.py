@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """A checkpoint holds what its update consumed, and one of ``base_every`` parts of the state. After a crash the
-    optimizer makes the updates since then again, with the same bits. For Adam this is less than half of the bytes of
-    ``FullState``. docs/gradients.md says what it costs, and which trainings it takes.
+    optimizer makes again, with the same bits, the updates since each part was written. For Adam this is less than half
+    of the bytes of ``FullState``. docs/gradients.md says what it costs, and which trainings it takes.
 
     Source: the idea of checkpoints from gradients is that of LowDiff (Yao et al., 2025).
 
@@ -27,9 +27,9 @@ class Gradients:
             number writes less, and needs more space and a longer recovery. ``"auto"``: twice the ratio of bytes that an
             update changes to bytes of gradients (Adam: 2 x 3 = 6), but no more than fits into half of the free space.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
-            so that any one damaged place in the pool is survived. The minimum is ``base_every``; with ``interval=i`` it
-            is up to ``base_every + i - 1``, and in a group of ranks ``base_every + 2 * i - 1``.
-        own_optimizers: also accept optimizers that are not from ``torch.optim``, if trial steps of them on stand-ins
+            so that any one damaged place in the pool is survived, but not less than the minimum: ``base_every``; with
+            ``interval=i`` up to ``base_every + i - 1``, and in a group of ranks ``base_every + 2 * i - 1``.
+        own_optimizers: also accept optimizers that are not from ``torch.optim``, if their steps on trial tensors
             can be repeated with the same bits. You vouch that such a ``step`` reads nothing but the gradient, the
             options and the state of each parameter: no attribute that the loop sets, no global variable, no random
             numbers.

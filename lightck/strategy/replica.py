@@ -24,7 +24,7 @@ next one. The live tensors are read on the thread that trains.
 
 | what happens | what follows |
 |---|---|
-| an update that was not captured, or not wholly; ``load_state_dict``; a write between updates that signatures or checksums show; other tensors in their place | the units are renewed from the live tensors, before the next checkpoint takes them (`replica_renewed`) |
+| an update that was not captured, or not wholly; ``load_state_dict``; a write between updates that signatures or checksums show; replaced live tensors | the units are renewed from the live tensors, before the next checkpoint takes them (`replica_renewed`) |
 | a gradient is written before its copy has used it | the checkpoint is given up, the unit is renewed, and such gradients are copied before the update from then on |
 | a copy of a tensor in host memory differs (a write that nothing shows, an update that has other bits if it is made again) | the checkpoint is given up, a warning names the tensor, older checkpoints since the last equal comparison are struck once a newer one is committed, and every checkpoint is taken from the live tensors from then on |
 | a copy of a tensor on a device differs | `replica_drift` says how much. A few units are renewed for each checkpoint, in turn. The checkpoint says that it is not exact |
@@ -56,7 +56,7 @@ class Replica:
     docs/replica.md says what it costs, and which trainings it takes.
 
     Args:
-        own_optimizers: also accept optimizers that are not from ``torch.optim``, if trial steps of them on stand-ins
+        own_optimizers: also accept optimizers that are not from ``torch.optim``, if their steps on trial tensors
             can be repeated with the same bits. You vouch that such a ``step`` reads nothing but the gradient, the
             options and the state of each parameter: no attribute that the loop sets, no global variable, no random
             numbers.

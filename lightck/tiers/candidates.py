@@ -253,7 +253,7 @@ def no_checkpoint_error(store: Store, listing: Listing, step: int | None) -> NoC
 def none_intact_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolError:
     """Return the error for a tier in which no checkpoint is intact."""
     return CorruptPoolError(
-        f"No checkpoint of the tier {str(store)!r} is intact. "
+        f"No checkpoint of the tier {str(store)!r} that was looked at is intact. "
         + "; ".join(map(str, rejected))
         + ". Nothing was written. Look for the checkpoint in another tier, or in the pool.",
         tuple(map(str, rejected)),

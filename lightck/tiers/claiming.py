@@ -214,11 +214,11 @@ def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
 def refuse_other_training(store: Store, in_pool: Claim, in_tier: Claim, pool: str) -> None:
     """Raise ``TierClaimedError`` if neither of two trainings has replaced the other: the one that saved the newest
     checkpoint of a pool, and the one that sent a checkpoint of a tier. ``in_pool``, ``in_tier``: the claims that the
-    two checkpoints name. There are two cases. Either both trainings began anew. (Two run ids are refused before. But
-    the second training has the run id of the first if it claimed the tier before the first had sent anything:
-    ``run_of_new_training``.) Or the training of the pool neither claimed this tier nor is on the path of ``in_tier``:
-    then the numbers of the two claims do not say which is newer. Nothing is raised if the file of ``in_tier`` is gone,
-    or if a path was cut, because then this cannot be known."""
+    two checkpoints name. There are two cases. Either both trainings began anew. (Mostly they
+    have two run ids, which is refused earlier. But they share one if the second claimed the tier before the first had
+    sent anything: ``run_of_new_training``.) Or the training of the pool neither claimed this tier nor is on the path of
+    ``in_tier``: then the numbers of the two claims do not say which is newer. Nothing is raised if the file of
+    ``in_tier`` is gone, or if a path was cut, because then this cannot be known."""
     if _is_other_branch(store, in_pool, in_tier):
         raise forked_error(pool, in_pool, f"the tier {str(store)!r}", in_tier)
     histories = []

@@ -132,7 +132,8 @@ def _notes_on_newer(listing: Listing, taken: TierCheckpoint) -> tuple[str, ...]:
     return (
         "The tier holds newer checkpoints, and attach(POOL, resume=True, tiers=...) replaces the pool by the newest "
         f"one. To continue from step {taken.step}: lightck.recover(POOL, model, optimizer), then "
-        "attach(POOL, tiers=...) without resume=True.",
+        "attach(POOL, tiers=...) without resume=True; in a group of ranks, attach(POOL, resume=True) with a new "
+        "folder in tiers=.",
     )
 
 

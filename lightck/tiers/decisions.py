@@ -15,7 +15,7 @@ The store needs no atomic create, no lock and no compare-and-swap. What makes a 
 
 A drain may sleep between a listing and what it does next, for any time (a *zombie*). It wakes below a claim that is no
 longer the highest. There it can put a manifest whose objects are gone, or delete what its own newer checkpoint has
-replaced. Neither is read: the newest checkpoint is under the higher claim, or the one that the zombie itself keeps.
+replaced. No reader misses either one: the newest checkpoint is under the higher claim, or the zombie keeps it.
 
 The functions are pure. ``tests/tiers/test_tier_model.py`` runs them through every interleaving of small groups.
 """
@@ -237,7 +237,7 @@ def objects_to_delete(
     that the manifests of each writer name; it has an entry for a writer only if all of the writer's manifests in the
     listing were read, and it includes what the drain itself has written, which a listing need not show yet. ``began``:
     the time of the store when the drain began. Before the grace has passed, a listing need not show what an earlier
-    drain of the same writer wrote last. (It shows what writers of claims wrote that were superseded before that.)"""
+    drain of the same writer wrote last. (It shows all that lies below the claims that were superseded earlier.)"""
     if is_superseded(listing, writer.claim):
         return []
     shows_own = listing.now - began >= grace

@@ -474,8 +474,8 @@ class DrainLink:
                 self._has_given_up = True
                 log.warning(
                     "lightck: the process that sends checkpoints to the tiers has ended %d times (%s). No more "
-                    "checkpoints are sent. The pool is not affected. Run `lightck copy POOL TIER --every 5min` beside "
-                    "the training",
+                    "checkpoints are sent. The pool is not affected. Start the training again with resume=True; or, in "
+                    "a single process, run `lightck copy POOL TIER --every 5min` beside the training",
                     self._n_restarts + 1,
                     reason,
                 )

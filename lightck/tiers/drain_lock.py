@@ -4,7 +4,7 @@
     whoever sends by hand        locks byte 0: ``late_drain.py`` writes below the claim of the last training
 
 So a tier has one writer below a claim. The drains of a training that was killed finish before those of the next one
-begin, if they do so soon.
+begin, which wait for them for a limited time.
 
 These are open file description locks (``F_OFD_SETLK``), also on a network file system. (No ``flock`` is used beside
 them: there it is emulated with locks of byte ranges, so locks of the two kinds would exclude each other.)

@@ -175,7 +175,7 @@ class TierState:
     failing_since: float | None = None
     is_superseded: bool = False
     waiting: int = 0
-    """Checkpoints that the tier is to be sent from a folder."""
+    """How many checkpoints wait in a folder until they are sent to the tier."""
     reread: Reread = field(default_factory=Reread)
 
 

@@ -117,7 +117,7 @@ class DrainProcess:
         self._is_urgent = False
         """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
         self._persists = False
-        """Whether the training will not wait for the end: then attempts go on as after a killed one."""
+        """Whether the training ends without waiting for this process: then attempts go on as if it was killed."""
         self._reported_at = 0.0
         """When the progress of a checkpoint was reported last."""
         self._signal_grace = 0.0
@@ -475,7 +475,7 @@ class DrainProcess:
 
     def _send_with_retries(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. A rank of a group tries again and again, because the other ranks send this
-        checkpoint too, and no other one helps. Returns False if it was overwritten meanwhile."""
+        checkpoint too, and it is complete only with all parts. Returns False if it was overwritten meanwhile."""
         until = time.monotonic() + _ORPHAN_SECONDS_MAX
         while self._send_to(outlet, stored):
             is_over = not self._is_of_group or not outlet.n_failures or outlet.is_damage or time.monotonic() > until

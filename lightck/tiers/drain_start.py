@@ -143,8 +143,8 @@ def _import_path() -> str:
 def _cannot_start(reason: str | None, code: int | None) -> TierError:
     return TierError(
         f"The process that sends checkpoints to the tiers cannot be started: {reason}. Nothing was "
-        "changed. Check the limits of this user (processes, open files, memory); or leave tiers= out, and run "
-        "`lightck copy POOL TIER --every 5min` beside the training.",
+        "changed. Check the limits of this user (processes, open files, memory); or, in a single process, leave tiers= "
+        "out, and run `lightck copy POOL TIER --every 5min` beside the training.",
         code,
     )
 

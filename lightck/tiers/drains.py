@@ -95,7 +95,7 @@ class Drains(CommitListener):
 
     @property
     def reports(self) -> DrainReports:
-        """What is heard of the pool, which the first drain reads again."""
+        """What the first drain reports of the pool, which it reads again."""
         return self._links[0].reports
 
     @property

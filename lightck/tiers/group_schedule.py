@@ -184,7 +184,7 @@ class GroupSchedule:
         return _LEAD_MIN + math.ceil(self._lead_factor * 2 * latency / max(seconds, 1e-4))
 
     def _wanted(self, number: int, first: int, now: float) -> int | None:
-        """Return the first step from ``first`` on whose checkpoint a tier wants; None if it wants none yet."""
+        """Return the first step, not before ``first``, whose checkpoint a tier wants; None if it wants none yet."""
         tier, last, found = self._tiers[number], self._last[number], []
         if self._is_empty[number] or (tier.every_seconds is not None and now >= self._next_at[number]):
             found.append(self._saved_from(first))

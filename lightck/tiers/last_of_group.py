@@ -18,7 +18,7 @@ from lightck.pool.reader import open_pool
 
 
 def generations_at_end(pool: str, pools_of_ranks: Sequence[str]) -> list[int | None]:
-    """Return the generations of the checkpoints to be sent, newest first; None stands for the newest one.
+    """Return the generations of the checkpoints to be sent, newest first. (None is not among them.)
     ``pools_of_ranks``: the pools of all ranks; empty if they cannot be read. Raises ``PoolError`` if the own pool
     cannot be read."""
     own = _generations(pool)

@@ -256,15 +256,15 @@ class LateDrain:
         if claim is None:
             raise UnsupportedError(
                 f"The training that saved step {stored.step} of the pool {stored.path!r} named no tier, and only a "
-                "training claims one (attach(..., tiers=[...])). Nothing was sent. Send it with a claim of its own: "
-                f"lightck copy {stored.path} {root}."
+                "training claims one (attach(..., tiers=[...])). Nothing was sent. Continue it with tiers=; or, "
+                f"if it is a single process, send the checkpoint: lightck copy {stored.path} {root}."
             )
         file = claim_if_there(self.store, claim)
         if file is None:
             raise TierClaimedError(
                 f"{root!r} is no tier of the training that saved step {stored.step} of the pool {stored.path!r}: its "
-                f"claim {claim} is not there. Nothing was sent. Name a tier that the training was given; or send the "
-                f"checkpoint with a claim of its own to a new place: lightck copy {stored.path} NEW."
+                f"claim {claim} is not there. Nothing was sent. Name a tier that the training was given; or, if it "
+                f"is a single process, send the checkpoint to a new place: lightck copy {stored.path} NEW."
             )
         if by.run_id and file.run != by.run_id:
             raise TierClaimedError(
@@ -293,7 +293,8 @@ class LateDrain:
             f"The tier {str(self.store)!r} lacks step {lacking.step}, and a newer training has made the claim "
             f"{highest} there, so nothing more is sent below the claim {lacking.claim} of this checkpoint. The pool is "
             "intact. A recovery from the tier takes the newest checkpoint of the newer training; as long as that has "
-            "sent none, the newest older one. To keep this step elsewhere: lightck copy POOL NEW.",
+            "sent none, the newest older one. To keep this step elsewhere: lightck copy POOL NEW; of several ranks, "
+            "copy the directory of the pools.",
             went_on=file is not None and lacking in file.path,
         )
 

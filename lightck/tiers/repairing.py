@@ -189,7 +189,7 @@ def _refuse_other_kinds(path: str) -> None:
 
 
 def _examined(path: str, progress: Progress) -> _Pool:
-    """Verify each checkpoint of a pool, newest first. Raises ``PoolError`` for what is no pool."""
+    """Verify the checkpoints of a pool, newest first, until one is intact. Raises ``PoolError`` for what is no pool."""
     try:
         reader = open_pool(path, "file", gradients=True)
     except NotAPoolError:
@@ -201,8 +201,8 @@ def _examined(path: str, progress: Progress) -> _Pool:
             kind = "has gradient records" if reader.superblock.has_gradients else "is that of a rank"
             raise UnsupportedError(
                 f"The pool {path!r} {kind}, and lightck repairs no such pool. Nothing was written. lightck verify "
-                f"{path} says which of its own checkpoints can be recovered; ranks continue from their tier by "
-                "themselves (attach(..., resume=True, tiers=[...])) if a pool is gone."
+                f"{path} says which of its own checkpoints can be recovered. If there is none, move the pool away: "
+                "attach(..., resume=True, tiers=[...]) then continues from the tier."
             )
         return _examined_checkpoints(reader, progress)
 

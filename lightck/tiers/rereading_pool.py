@@ -173,8 +173,8 @@ class PoolRereading:
 
 
 def _places(stored: StoredCheckpoint, offset: int) -> tuple[list[BlockRange], int]:
-    """Return the blocks of a checkpoint that begin at ``offset`` in its slot or behind it, as many as are one piece;
-    and the offset at which the next piece begins."""
+    """Return one piece: blocks of a checkpoint, the first of which begins at ``offset`` in its slot or behind it; and
+    the offset at which the next piece begins."""
     places: list[BlockRange] = []
     block, left = stored.block_nbytes, PIECE_NBYTES_MAX
     _, slot_nbytes = stored.reader.superblock.slots[stored.record.slot]

@@ -140,8 +140,9 @@ class _Outgoing:
         return self._own(self.earlier.by_key.get(key))
 
     def _own(self, known: SentObject | None) -> SentObject | None:
-        """Return a known object below the own prefix. One of the checkpoint from which the training went on lies below
-        another prefix, whose writer may delete it: it is copied inside the store. Returns None if that cannot be."""
+        """Return a known object below the own prefix. An object of the checkpoint from which the training went on lies
+        below another prefix, whose writer may delete it: so it is copied inside the store. Returns None if that
+        fails."""
         if known is None or known.name.writer == self.writer:
             return known
         name = ObjectName(self.writer, known.name.content, self.nonce)

@@ -173,7 +173,7 @@ class TierWriter:
                 break
         named = self._named(listing)
         objects = objects_to_delete(listing, named, self.writer, self._began, self._grace)
-        self._earlier.forget(set(objects))  # before: if one cannot be deleted, others are gone already
+        self._earlier.forget(set(objects))  # first: if a deletion fails, earlier ones have succeeded
         for each in objects:
             self._store.delete(str(each))
         return n_deleted + len(objects)

@@ -1,7 +1,8 @@
 """What each byte of a pool belongs to: a structure, or a tensor of a checkpoint. For tools that damage a copy of a pool
 on purpose.
 
-Every run of bytes that a reader can use is a ``Part``. No reader uses the bytes between parts. This module only reads.
+Every run of bytes that a reader can use is a ``Part``. (In a pool with gradient records, an older checkpoint that the
+chain of the newest one does not name has no parts.) This module only reads.
 """
 
 from __future__ import annotations

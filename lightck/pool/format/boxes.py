@@ -79,7 +79,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def subtraction(box: Box, taken: Sequence[Box]) -> list[Box]:
     """Return the elements of ``box`` that are in none of the boxes ``taken``, as boxes without common elements. Raises
-    ``DamagedError`` if there would be more than ``PARTS_MAX``."""
+    ``DamagedError`` if more than ``PARTS_MAX`` parts are cut on the way."""
     return Cutter().without(box, *corners(taken, len(box.start)))
 
 

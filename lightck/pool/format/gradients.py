@@ -33,7 +33,7 @@ HOME_ROW_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<
 """A tensor record, with the number of the home in the place of its last field (docs/format.md)."""
 IN_RECORD = 2
 """In the place of the number of a home: the tensor lies whole in the gradient record whose generation the row has. The
-step of that record is larger by 1 than the ``step`` of the row: the record is one of those after the base."""
+``step`` of the row is the step before that record's. So the record is needed, like each record after a base."""
 N_HOMES = 2
 """Number of homes of a unit: homes 0 and 1."""
 CHAIN_COMMITTED = 1

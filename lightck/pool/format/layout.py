@@ -77,8 +77,8 @@ class Entry(NamedTuple):
     entry of a share has pieces, also if the rank holds the whole logical tensor. Only a pool with shares stores this
     field."""
     place: str = SLOT_PLACE
-    """Whether ``offset`` counts from the start of a slot ("slot") or of a home ("home"). Only a pool with gradient
-    records stores it."""
+    """Whether ``offset`` counts from the start of a slot ("slot") or of a region for homes ("home",
+    ``Superblock.homes``). Only a pool with gradient records stores it."""
 
     @property
     def held_pieces(self) -> tuple[Piece, ...] | None:
@@ -148,7 +148,7 @@ class Entry(NamedTuple):
     def _place_field(self, has_gradients: bool) -> dict[str, object]:
         if not has_gradients and (self.place != SLOT_PLACE or self.role == GRADIENT_ROLE):
             raise ValueError(
-                f"{self.name!r} is a gradient or lies in a home: only a pool with gradient records has both"
+                f"{self.name!r} is a gradient or lies in a home: only a pool with gradient records can hold it"
             )
         problem = _place_problem(self.place, self.role, self.name, self.alias)
         if problem is not None:

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
     @property
     def local_size(self) -> Ints:
-        """Number of elements in each dimension of the local tensor."""
+        """Number of the piece's elements in each dimension of the local tensor."""
         return (math.prod(self.size),) if self.is_flat else self.size
 
     @property

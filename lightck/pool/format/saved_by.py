@@ -35,12 +35,12 @@ def saved_by(small_state: bytes) -> SavedBy:
     try:
         outer = msgpack.unpackb(small_state, ext_hook=msgpack.ExtType, strict_map_key=False)
         if not isinstance(outer, msgpack.ExtType) or outer.code != _DICT:
-            raise DamagedError("its small state is malformed")
+            raise DamagedError("its saved options, counters or random states are malformed")
         pairs = msgpack.unpackb(outer.data, ext_hook=msgpack.ExtType, strict_map_key=False)
         found: dict[Any, Any] = {key: value for key, value in pairs if type(key) is str}
     except (ValueError, TypeError, RecursionError) as err:
-        raise DamagedError("its small state is malformed") from err
+        raise DamagedError("its saved options, counters or random states are malformed") from err
     run_id, claim = found.get(RUN_ID_KEY, ""), found.get(CLAIM_KEY, "")
     if type(run_id) is not str or type(claim) is not str:
-        raise DamagedError("its small state is malformed")
+        raise DamagedError("its saved options, counters or random states are malformed")
     return SavedBy(run_id, claim)

@@ -282,7 +282,7 @@ class Superblock:
 
     @property
     def home_nbytes(self) -> int:
-        """Length of each home; 0 if there are none."""
+        """Length of each of the two regions for homes; 0 if there are none."""
         return self.homes[0][1] if self.homes else 0
 
     @property

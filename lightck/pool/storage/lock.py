@@ -45,8 +45,8 @@ from lightck.pool.storage.failures import UNKNOWN_ANSWER_ERRNOS, as_io_error, io
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
 """(device, inode) of each file that this process has locked -> path of the pool."""
-# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds this guard may end a
-# session, which then releases its ``PoolLock``.
+# Guards ``_held``. (``lock_file`` and ``unlock_file`` change ``_descriptors`` without it.) Re-entrant: a garbage
+# collection on the thread that holds this guard may end a session, which then releases its ``PoolLock``.
 _guard = threading.RLock()
 _descriptors: set[int] = set()
 """Descriptors of the locks that this process holds. A forked child closes them."""
