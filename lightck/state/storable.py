@@ -59,7 +59,12 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -
     refuse_name(name)
     why = unstorable_reason(tensor)
     if why is not None:
-        raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
+        fact, cure = why
+        if name.startswith("optimizer/") and tensor.layout != torch.strided and not tensor.is_nested:
+            cure = (
+                "Build the module whose gradients are sparse with sparse=False, or use an optimizer without this state"
+            )
+        raise StateValueError(f"The tensor {name!r} cannot be {action}: {fact}. {cure}.")
 
 
 def refuse_name(name: str) -> None:
