@@ -391,7 +391,9 @@ class Comparison:
             "other parameters, is not found: see `lightck docs trouble`",
             self._step,
             " and ".join(what),
-            "" if gradients else "; gradients were not compared",
+            ""
+            if gradients
+            else "; not gradients: the killed run had not reached its next update, or they cannot be read",
         )
 
 

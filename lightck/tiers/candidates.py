@@ -243,7 +243,8 @@ def no_checkpoint_error(store: Store, listing: Listing, step: int | None) -> NoC
             f"The tier {str(store)!r} holds no complete checkpoint. A checkpoint is complete when it was sent whole. "
             "Recover from the pool, or from another tier."
         )
-    steps = ", ".join(str(each) for each in sorted({each.step for each in found})[-20:])
+    held = sorted({each.step for each in found})
+    steps = ", ".join(map(str, held[-20:])) + (f" and {len(held) - 20} older ones" if len(held) > 20 else "")
     return NoCheckpointError(
         f"The tier {str(store)!r} does not hold step {step}. It holds {steps}. Ask for one of these steps, or for "
         "none, to get the newest."
