@@ -125,7 +125,7 @@ class Tier:
         if self.needs_specific_steps and self.keep_last is None:
             given = "keep_every=" if self.keep_every is not None else "keep_best="
             raise ValueError(
-                f"Tier({given}) without keep_last=: all checkpoints stay then, and {given} would change nothing. Pass "
+                f"Tier({given}) without keep_last=: all checkpoints stay then, so {given} would keep no other. Pass "
                 "keep_last=2 too, or a larger number."
             )
 
