@@ -31,10 +31,10 @@ _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.si
 """``_handler_of`` and ``_set_handler`` are the C functions that ``signal.getsignal`` and ``signal.signal`` call. They
 are called directly, because the two Python functions convert to enums, which takes 0.1 ms per training step.
 ``_handler_of`` returns an int for a signal that has no Python handler."""
-_kinds: list[type] = []
-"""The type of each signal's handler, as they were found last. (The handlers themselves would be kept alive.)"""
-_handled: list[int] = []
-"""The positions in ``_SIGNALS`` of the signals that had a Python handler then."""
+_handled: tuple[list[type], list[int]] = [], []
+"""The types of all signals' handlers, as they were found last, and the positions in ``_SIGNALS`` of those that were
+Python handlers. They are one value, because a handler may run between two stores. (The handlers themselves would be
+kept alive.)"""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _chained: dict[int, list[Callable[..., object]]] = {}
@@ -157,14 +157,15 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    global _kinds, _handled
+    global _handled
     # ``map`` over C functions takes less time than a loop over all signals. This runs several times in each step.
     handlers = list(map(_handler_of, _SIGNALS))
     kinds = list(map(type, handlers))
-    if kinds != _kinds:
-        _handled = [at for at, kind in enumerate(kinds) if kind is not int and callable(handlers[at])]
-        _kinds = kinds
-    for at in _handled:
+    known, positions = _handled
+    if kinds != known:
+        positions = [at for at, kind in enumerate(kinds) if kind is not int and callable(handlers[at])]
+        _handled = kinds, positions
+    for at in positions:
         number, user = _SIGNALS[at], cast("Callable[..., object]", handlers[at])
         if user is not _defer:
             _user_handlers[number] = user

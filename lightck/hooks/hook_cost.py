@@ -41,8 +41,8 @@ def counted(hook: _Hook) -> _Hook:
         try:
             return hook(self, *args, **kwargs)
         finally:
-            seconds = time.perf_counter() - begin + self.seconds_per_hook + counted_before
-            meter.count_hook(seconds - meter.stall_seconds - meter.loop_seconds)
+            seconds = time.perf_counter() - begin + self.seconds_per_hook
+            meter.count_hook(seconds - (meter.stall_seconds + meter.loop_seconds - counted_before))
 
     return timed  # type: ignore[return-value]
 

@@ -35,6 +35,12 @@ def world_size_in(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
+def directory_of_group(pool: str) -> str | None:
+    """Return the directory of a group's pools from the path of the pool of one rank; None for another path."""
+    folder, name = os.path.split(pool)
+    return None if world_size_in(name) is None else folder or os.curdir
+
+
 def pools_in(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the paths of the files in a directory whose names are those of ranks' pools, sorted by rank."""
     return sorted(path for path in Path(directory).iterdir() if _POOL_NAME.fullmatch(path.name))

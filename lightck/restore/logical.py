@@ -90,6 +90,8 @@ class LogicalCheckpoint:
     """Name of a tensor that differs between the places of a layout, and whose mean is taken -> for each place, the
     indexes of the pools that hold it there (``averages.py``)."""
 
+    _not_exact: str | None = field(init=False, default=None)
+
     def __post_init__(self) -> None:
         """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
         optimizer state whose shape differs between ranks."""
@@ -107,6 +109,19 @@ class LogicalCheckpoint:
             places = places_of(name, self.entries, layouts, by_position)
             if places is not None and _differ([by_position[positions[0]] for positions in places]):
                 self.averaged[name] = places
+
+    @property
+    def not_exact(self) -> str:
+        """Why a training that continues from this checkpoint may not be bit-identical to the ranks that saved it; empty
+        if it is. The small state of each rank is read once."""
+        if self._not_exact is None:
+            found = [(rank, parse(stored).not_exact) for rank, stored in enumerate(self.of_ranks)]
+            texts = [f"in the part of rank {rank}, {reason}" for rank, reason in found if reason]
+            more = len(texts) - 2
+            self._not_exact = "; ".join(
+                texts[:2] + ([f"so it is in the parts of {more} more ranks"] if more > 0 else [])
+            )
+        return self._not_exact
 
     @property
     def step(self) -> int:

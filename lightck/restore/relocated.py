@@ -44,7 +44,6 @@ from lightck.restore.logical import (
 )
 from lightck.restore.read_boxes import BoxRead, Destination, blocks_of, read_boxes
 from lightck.restore.stages import HeldNames, merged_state, with_ties
-from lightck.restore.usable import parse
 from lightck.state.inventory import param_of
 from lightck.state.parts import Part
 from lightck.state.shares import Shares
@@ -185,11 +184,8 @@ class Relocated:
     @property
     def not_exact(self) -> str:
         """Why a training that continues from this checkpoint may not be bit-identical to the ranks that saved it; empty
-        if it is. Needs a replay of all parts, as ``entries`` of checkpoints with gradient records does."""
-        found = [(rank, parse(stored).not_exact) for rank, stored in enumerate(self.logical.of_ranks)]
-        texts = [f"in the part of rank {rank}, {reason}" for rank, reason in found if reason]
-        more = len(texts) - 2
-        return "; ".join(texts[:2] + ([f"so it is in the parts of {more} more ranks"] if more > 0 else []))
+        if it is."""
+        return self.logical.not_exact
 
     def owns_slot(self) -> bool:
         return all(stored.owns_slot() for stored in self.logical.of_ranks)

@@ -18,8 +18,6 @@ from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, schedulers_of
 
 log = logging.getLogger("lightck")
-_EVERY = 4
-"""The groups are looked at once in this many updates. What a scheduler changes stays until the next look."""
 _COUNTS = ("last_epoch", "_step_count", "T_cur")
 """T_cur: schedulers with warm restarts count in fractions of an epoch."""
 
@@ -41,15 +39,11 @@ class LateSchedulers:
         self._capture = capture
         self._left_out = [weakref.ref(one) for one in left_out]
         self._keys, self._rates, self._counts = self._seen()
-        self._n_updates = 0
         self._n_unexplained = 0
         """How many updates had options that no saved scheduler explains."""
 
     def check(self) -> bool:
         """Warn of a late scheduler. Returns True if there is one: then nothing is left to find."""
-        self._n_updates += 1
-        if self._n_updates % _EVERY:
-            return False
         before = self._keys, self._rates, self._counts
         self._keys, self._rates, self._counts = self._seen()
         is_driven = self._rates != before[1] and self._counts == before[2]

@@ -212,7 +212,7 @@ class StopRequest(CommitListener):
                 _holdings(steps),
             )
             return
-        if committed is None or step <= begun_at:
+        if step <= begun_at:
             log.warning(
                 "lightck: %s came before the first update of this process: there is nothing new to save. "
                 "session.should_stop is True now",

@@ -10,12 +10,11 @@ The writer learns of damaged slots before a slot is chosen, and after each commi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 from lightck.errors import TierError
 from lightck.pool.writer import PoolWriter
-from lightck.ranks.directory import world_size_in
+from lightck.ranks.directory import directory_of_group
 from lightck.stats import Meter, TierStats
 from lightck.tiers.drain_messages import DrainState, Reread, TierState
 from lightck.tiers.tier import Tier
@@ -105,8 +104,7 @@ def not_sent_error(tier: Tier, stats: TierStats, step: int, pool: str) -> TierEr
     """Return the error for a tier that could not be sent the checkpoint of a step."""
     newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
     reason = str(stats.error).partition(". ")[0].rstrip(".")
-    is_of_group = world_size_in(os.path.basename(pool)) is not None
-    or_copy = "" if is_of_group else f"; or to an empty place: lightck copy {pool} NEW"
+    or_copy = "" if directory_of_group(pool) else f"; or to an empty place: lightck copy {pool} NEW"
     return TierError(
         f"Step {step} could not be sent. {reason}. Sent last: {newest}; the pool and its checkpoints are intact. "
         "Look at the folder or store (that it is there, its owner, the space); then go on, and the newest checkpoint "

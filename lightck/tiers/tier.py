@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import SupportsFloat
 
-from lightck.ranks.directory import world_size_in
+from lightck.ranks.directory import directory_of_group
 from lightck.tiers.codecs import CODECS
 from lightck.tiers.keep import Keep
 from lightck.tiers.open_store import Options, is_url, refuse_unusable_root, root_of
@@ -143,11 +143,9 @@ class Tier:
 
     def drain_command(self, pool: str) -> str:
         """Return the command that sends the newest checkpoint of a pool to this tier."""
-        folder, name = os.path.split(pool)
-        if world_size_in(name) is not None:
-            pool = folder  # of a group of ranks, the checkpoints are sent together
+        place = directory_of_group(pool) or pool  # the checkpoints of a group are sent together
         compress = f" --compress {self.compress}" if self.compress else ""
-        return f"lightck drain {pool} {self.path}{compress}{' --store-option KEY=VALUE' if self.options else ''}"
+        return f"lightck drain {place} {self.path}{compress}{' --store-option KEY=VALUE' if self.options else ''}"
 
     @property
     def is_export(self) -> bool:

@@ -1470,6 +1470,7 @@ def test_the_command_that_is_advised_names_the_directory_of_a_group_and_that_a_s
         in_store.drain_command("/p/run/rank-00001-of-00002.pool")
         == "lightck drain /p/run s3://bucket/run --store-option KEY=VALUE"
     )
+    assert lightck.Tier("/t", every=1).drain_command("rank-00001-of-00002.pool") == "lightck drain . /t"
 
 
 def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):
