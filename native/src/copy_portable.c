@@ -18,4 +18,4 @@ static uint32_t portable_copy(uint32_t state, void *dst, const void *src, size_t
     return state;
 }
 
-const struct kernel kernel_portable = {"portable", portable_copy, crc32c_update, false};
+const struct kernel kernel_portable = {"portable", portable_copy, crc32c_update, crc64_update, false};

@@ -21,11 +21,11 @@
 #define PIN(v) __asm__ __volatile__("" : "+v"(v))
 #define PIN_X(v) __asm__ __volatile__("" : "+x"(v)) /* the constraint letter v exists only with AVX-512 */
 
-enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256 }; /* bytes per round of a loop */
+enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256, CRC64_STRIDE = 64 }; /* bytes per round of a loop */
 
 /* Fold constants: [0] multiplies the low 64 bits of a vector, and [1] the high 64 bits. The bits are reflected, so the
  * low bits come first in the message, and need the higher power of x. */
-static uint64_t fold_avx2[2], fold_avx512[2];
+static uint64_t fold_avx2[2], fold_avx512[2], fold64_stride[2], fold64_vector[2];
 
 static void fold_constants(uint64_t *fold, uint32_t stride)
 {
@@ -34,10 +34,19 @@ static void fold_constants(uint64_t *fold, uint32_t stride)
     fold[1] = (uint64_t)crc32c_xpow(bits - 1) << 32;
 }
 
+static void fold64_constants(uint64_t *fold, uint32_t stride)
+{
+    uint32_t bits = stride * 8;
+    fold[0] = crc64_xpow(bits + 64 - 1);
+    fold[1] = crc64_xpow(bits - 1);
+}
+
 void kernel_x86_init(void)
 {
     fold_constants(fold_avx2, AVX2_STRIDE);
     fold_constants(fold_avx512, AVX512_STRIDE);
+    fold64_constants(fold64_stride, CRC64_STRIDE);
+    fold64_constants(fold64_vector, 16);
 }
 
 /* ---- sse2 -------------------------------------------------------------------------------------------- */
@@ -66,7 +75,7 @@ static uint32_t sse2_copy(uint32_t state, void *dst, const void *src, size_t nby
     return state;
 }
 
-const struct kernel kernel_sse2 = {"sse2", sse2_copy, crc32c_update, true};
+const struct kernel kernel_sse2 = {"sse2", sse2_copy, crc32c_update, crc64_update, true};
 
 /* ---- sse2 with the crc32 instruction ------------------------------------------------------------------- */
 
@@ -100,7 +109,7 @@ SSE42 static uint32_t sse42_crc(uint32_t state, const void *src, size_t nbytes)
     return sse42_lines(state, none, src, nbytes, false);
 }
 
-const struct kernel kernel_sse42 = {"sse2", sse42_copy, sse42_crc, true};
+const struct kernel kernel_sse42 = {"sse2", sse42_copy, sse42_crc, crc64_update, true};
 
 /* ---- avx2: 32-byte streams, 128-bit folds ---------------------------------------------------------------- */
 
@@ -118,6 +127,31 @@ AVX2 INLINE __m128i avx2_fold(__m128i acc, __m128i k, __m128i data)
     __m128i low = _mm_clmulepi64_si128(acc, k, 0x00);
     __m128i high = _mm_clmulepi64_si128(acc, k, 0x11);
     return _mm_xor_si128(_mm_xor_si128(low, data), high);
+}
+
+/* The CRC-64/XZ of metadata. One vector is left after the folds, and the tables compute its checksum. */
+AVX2 static uint64_t folded_crc64(uint64_t state, const void *src, size_t nbytes)
+{
+    const unsigned char *from = src;
+    size_t strides = nbytes & ~(size_t)(CRC64_STRIDE - 1);
+    if (strides == 0)
+        return crc64_update(state, from, nbytes);
+    const __m128i k = _mm_loadu_si128((const __m128i *)(const void *)fold64_stride);
+    const __m128i k_vector = _mm_loadu_si128((const __m128i *)(const void *)fold64_vector);
+    __m128i acc[4];
+    for (int i = 0; i < 4; i++)
+        acc[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
+    acc[0] = _mm_xor_si128(acc[0], _mm_cvtsi64_si128((long long)state));
+    for (size_t at = CRC64_STRIDE; at < strides; at += CRC64_STRIDE) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            acc[i] = avx2_fold(acc[i], k, _mm_loadu_si128((const __m128i *)(const void *)(from + at + 16 * i)));
+    }
+    for (int i = 1; i < 4; i++)
+        acc[0] = avx2_fold(acc[0], k_vector, acc[i]);
+    uint64_t left[2];
+    _mm_storeu_si128((__m128i *)(void *)left, acc[0]);
+    return crc64_update(crc64_update(0, left, sizeof left), from + strides, nbytes - strides);
 }
 
 /* nbytes is a multiple of AVX2_STRIDE and not 0. */
@@ -176,7 +210,7 @@ AVX2 static uint32_t avx2_crc(uint32_t state, const void *src, size_t nbytes)
     return avx2_lines(state, none, src, nbytes, false);
 }
 
-const struct kernel kernel_avx2 = {"avx2", avx2_copy, avx2_crc, true};
+const struct kernel kernel_avx2 = {"avx2", avx2_copy, avx2_crc, folded_crc64, true};
 
 /* ---- avx2 with VPCLMULQDQ: two 128-bit folds at once ------------------------------------------------------- */
 
@@ -227,7 +261,7 @@ AVX2V static uint32_t avx2v_crc(uint32_t state, const void *src, size_t nbytes)
     return avx2_lines(state, none, (const unsigned char *)src + strides, nbytes - strides, false);
 }
 
-const struct kernel kernel_avx2v = {"avx2", avx2v_copy, avx2v_crc, true};
+const struct kernel kernel_avx2v = {"avx2", avx2v_copy, avx2v_crc, folded_crc64, true};
 
 /* ---- avx512: 64-byte streams, four 128-bit folds at once --------------------------------------------------- */
 
@@ -294,6 +328,6 @@ AVX512 static uint32_t avx512_crc(uint32_t state, const void *src, size_t nbytes
     return avx512_lines(state, none, src, nbytes, false);
 }
 
-const struct kernel kernel_avx512 = {"avx512", avx512_copy, avx512_crc, true};
+const struct kernel kernel_avx512 = {"avx512", avx512_copy, avx512_crc, folded_crc64, true};
 
 #endif

@@ -51,7 +51,7 @@ uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes)
     return state;
 }
 
-static uint64_t crc64_update(uint64_t state, const void *data, size_t nbytes)
+uint64_t crc64_update(uint64_t state, const void *data, size_t nbytes)
 {
     const unsigned char *p = data;
     for (; nbytes >= 8; nbytes -= 8, p += 8) {
@@ -75,7 +75,18 @@ uint32_t crc32c_xpow(uint32_t n)
     return value;
 }
 
-uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes) { return ~crc64_update(~crc, data, nbytes); }
+uint64_t crc64_xpow(uint32_t n)
+{
+    uint64_t value = 1ull << 63;
+    for (; n > 0; n--)
+        value = value >> 1 ^ (value & 1 ? POLY64XZ : 0);
+    return value;
+}
+
+uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes)
+{
+    return ~kernel_current()->crc64(~crc, data, nbytes);
+}
 
 uint32_t lck_crc32c(const void *data, uint64_t nbytes)
 {

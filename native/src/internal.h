@@ -34,6 +34,9 @@ void crc_init(void);
 uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes);
 /* x^n modulo the CRC-32C polynomial, reflected (x^0 is bit 31). */
 uint32_t crc32c_xpow(uint32_t n);
+/* The register of CRC-64/XZ after these bytes, and x^n modulo its polynomial, reflected (x^0 is bit 63). */
+uint64_t crc64_update(uint64_t state, const void *data, size_t nbytes);
+uint64_t crc64_xpow(uint32_t n);
 
 /* ---- kernels: copy.c, copy_portable.c, copy_x86.c, cpu.c ---------------------------------------------- */
 
@@ -44,6 +47,7 @@ struct kernel {
     const char *name;
     uint32_t (*copy)(uint32_t state, void *dst, const void *src, size_t nbytes);
     uint32_t (*crc)(uint32_t state, const void *src, size_t nbytes);
+    uint64_t (*crc64)(uint64_t state, const void *src, size_t nbytes); /* any number of bytes, at any address */
     bool streams; /* copy bypasses the caches: its lines need a fence, but no write-back */
 };
 
