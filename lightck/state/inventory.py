@@ -6,8 +6,9 @@ boundary, because a parameter or its ``.data`` may be replaced. They use the nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from lightck.pool.format.layout import RESIDUAL_PREFIX, Entry, contiguous_stride
 from lightck.pool.format.shares import Share
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import (
+    fully_sharded_class,
     is_dtensor,
-    is_fully_sharded,
     is_unsharded_form,
     local_of,
     refuse_unrestorable_state,
 )
+from lightck.state.module_tree import TreeStructure, modules_of
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import Part, part_of_live
 from lightck.state.removed_parameters import warn_of_removed
@@ -170,30 +172,35 @@ class ModelView:
         role, and the number of its module."""
         self._registered_buffers: list[tuple[dict[str, Any], str, str, str, int]] = []
         """The items of ``_registered`` for buffers."""
-        self._structures_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
-        """Each module, and what ``_structure_of`` returned for it."""
         self.extra: list[tuple[str, nn.Module]] = []
         """Name and module of each extra state."""
         self._sharded: set[int] = set()
         """Ids of the parameter dicts of the modules for which ``fully_shard`` was called, and of those below them."""
         layers: dict[int, int] = {}
+        has_extra: dict[type, bool] = {}
+        sharded_class = fully_sharded_class()
         self.local_names: dict[str, str] = {}
         """Name in the pool -> name in this model, of each tensor and extra state; both without the prefix ``model/``.
         (A layout may rename.)"""
+        modules: list[nn.Module] = []
         for prefix, module in clean_prefixes(self.model):
-            refuse_torchscript(prefix, module)
-            if is_fully_sharded(module):
-                self._sharded.update(id(below._parameters) for below in module.modules())
+            kind = type(module)
+            if kind not in has_extra:
+                refuse_torchscript(prefix, module)
+                has_extra[kind] = kind.get_extra_state is not nn.Module.get_extra_state
+            if sharded_class and issubclass(kind, sharded_class):
+                self._sharded.update(id(below._parameters) for below in modules_of(module))
             layer = layers.setdefault(id(module), len(layers))
-            self._structures_seen.append((module, _structure_of(module)))
+            modules.append(module)
             for key in module._parameters:
                 self._registered.append((module._parameters, key, self._name_of(f"{prefix}{key}"), "param", layer))
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
                     self._registered.append((module._buffers, key, self._name_of(f"{prefix}{key}"), "buffer", layer))
                     self._registered_buffers.append(self._registered[-1])
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
+            if has_extra[kind]:
                 self.extra.append((self._name_of(f"{prefix}_extra_state").removeprefix("model/"), module))
+        self._structure = TreeStructure(modules)
         self._dtensors = {place: found for place, found in self._dtensors.items() if place[0] in self._sharded}
 
     def _name_of(self, local_name: str) -> str:
@@ -211,7 +218,7 @@ class ModelView:
         """If a module, parameter name or buffer name was added, removed or replaced since the last search, find all
         places again and return True. Otherwise return False. Raises ``UnsupportedError`` if ``fully_shard`` was called
         on the model since this view was made."""
-        has_changed = any(_structure_of(module) != seen for module, seen in self._structures_seen)
+        has_changed = self._structure.has_changed()
         if has_changed:
             was_sharded = self.is_sharded
             self._build()
@@ -231,19 +238,20 @@ class ModelView:
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
+        sharded = self._sharded
         for owner, key, name, role, layer in self._registered:
-            held = self._held(owner, key) if self._sharded else owner.get(key)
+            held = self._held(owner, key) if sharded else owner.get(key)
             if held is None:
                 continue
             live = live_of(name, role, held, owner, key, layer)
-            live.is_fully_sharded = id(owner) in self._sharded
+            if sharded:
+                live.is_fully_sharded = id(owner) in sharded
             tensor = live.tensor
             if role == "param" and trained is not None:
                 live.is_frozen = id(held) not in trained or not held.requires_grad
             first = by_id.setdefault(id(tensor), live)
-            if first is live:
-                address = address_of(tensor)
-                first = by_address.setdefault(address, live) if address else live
+            if first is live and (address := address_of(tensor)):
+                first = by_address.setdefault(address, live)
             if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
                 live.alias = first.alias or first.name
             lives.append(live)
@@ -315,17 +323,20 @@ class ModelView:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield each parameter under each of its names. A parameter of a sharded module is its DTensor."""
-        for owner, key, _, role, _ in self._registered:
-            if role == "param" and (tensor := self._held(owner, key)) is not None:
-                yield tensor
+        return (tensor for _, tensor in self._named_parameters())
 
     def names_by_id(self) -> dict[int, str]:
         """Return id -> first name of each parameter, without the prefix ``model/``."""
         names: dict[int, str] = {}
-        for owner, key, name, role, _ in self._registered:
-            if role == "param" and (tensor := self._held(owner, key)) is not None:
-                names.setdefault(id(tensor), name.removeprefix("model/"))
+        for name, tensor in self._named_parameters():
+            names.setdefault(id(tensor), name.removeprefix("model/"))
         return names
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        held: Callable[[dict[str, Any], str], Any] = self._held if self._sharded else dict.get
+        for owner, key, name, role, _ in self._registered:
+            if role == "param" and (tensor := held(owner, key)) is not None:
+                yield name, tensor
 
 
 def live_of(
@@ -379,16 +390,6 @@ def storage_of(tensor: torch.Tensor) -> object:
     return tensor.untyped_storage()
 
 
-def _structure_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what decides the names and the places of a module's tensors, to compare later: its class
-    (``fully_shard`` gives it another one), the names and the ids of its children, the names of its parameters and
-    buffers, and which buffers are not persistent."""
-    children, not_persistent = module._modules, module._non_persistent_buffers_set
-    # None separates the names of the dicts, so that a parameter that becomes a buffer of the same name is a change.
-    names = (*children, None, *module._parameters, None, *module._buffers)
-    return (type(module), *names, *map(id, children.values()), *(sorted(not_persistent) if not_persistent else ()))
-
-
 class OptimizerView:
     """One optimizer: its parameters by name, the options of its groups, its state."""
 
@@ -424,15 +425,13 @@ class OptimizerView:
         """Name and tensor of each parameter, group by group."""
         self._ids_seen = self._ids_of_groups()
         for g, group in enumerate(self.optimizer.param_groups):
-            in_group = []
-            for i, p in enumerate(group["params"]):
-                name = names.get(id(p), f"outside/{self.index}/{g}/{i}")
-                in_group.append(name)
-                self.params.append((name, p))
+            params, outside = group["params"], f"outside/{self.index}/{g}/"
+            in_group = [names.get(id(p)) or f"{outside}{i}" for i, p in enumerate(params)]
+            self.params.extend(zip(in_group, params, strict=True))
             self.names.append(in_group)
-        self._ids_of_all_params.update(id(p) for _, p in self.params)
+        present = set(chain.from_iterable(self._ids_seen))
+        self._ids_of_all_params |= present
         if not self._has_warned_removed:
-            present = {id(p) for _, p in self.params}
             self._has_warned_removed = warn_of_removed(self.optimizer, self._ids_of_all_params - present)
 
     def rename(self, names: dict[int, str]) -> None:

@@ -17,14 +17,19 @@ import torch
 from torch import nn
 
 from lightck.errors import UnsupportedError
+from lightck.state.module_tree import modules_of
 
 _PLAIN_SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """Keys of optimizer state that torch's optimizers keep as plain tensors without dimensions."""
+_PLAIN_TYPES = frozenset((torch.Tensor, nn.Parameter))
+"""The types of almost all tensors. They are no DTensors."""
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether the value is a DTensor. False if torch's module of DTensors was never imported: importing it takes half a
     second."""
+    if type(value) in _PLAIN_TYPES:
+        return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
@@ -45,15 +50,26 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on the module. Between its ``unshard`` and ``reshard`` such a module, and each
     module below it, holds plain parameters in place of the DTensors that the optimizer updates."""
+    return issubclass(type(module), fully_sharded_class())
+
+
+def fully_sharded_class() -> tuple[type, ...]:
+    """Return the class of the modules for which ``fully_shard`` was called, for ``issubclass``. Empty if torch's module
+    of ``fully_shard`` was never imported."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+    return () if kind is None else (kind,)
+
+
+def _fully_sharded_in(model: nn.Module) -> list[nn.Module]:
+    kind = fully_sharded_class()
+    return [module for module in modules_of(model) if issubclass(type(module), kind)] if kind else []
 
 
 def params_of_fully_shard(model: nn.Module) -> Mapping[object, Sequence[torch.Tensor]]:
     """Return the sharded parameters whose gradients ``fully_shard`` reduces, of each module that owns some, also while
     the module is unsharded and holds other tensors. Raises ``UnsupportedError`` if this torch keeps them elsewhere."""
     found: dict[object, list[torch.Tensor]] = {}
-    for module in filter(is_fully_sharded, model.modules()):
+    for module in _fully_sharded_in(model):
         try:
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)
@@ -82,9 +98,8 @@ def is_unsharded_form(held: torch.Tensor, dtensor: torch.Tensor) -> bool:
 def reshard(model: nn.Module) -> None:
     """Put the DTensors of ``fully_shard`` back into the modules, as FSDP does after a backward. The plain parameters of
     an unsharded module are dropped with their values, as at every reshard."""
-    for module in model.modules():
-        if is_fully_sharded(module):
-            module.reshard()  # type: ignore[operator]
+    for module in _fully_sharded_in(model):
+        module.reshard()  # type: ignore[operator]
 
 
 def has_placements_of(param: torch.Tensor, key: object, local_shape: Sequence[int]) -> bool:
@@ -151,8 +166,9 @@ def refuse_optimizer_before_dtensors(
     ``model_params``: the parameters of the model. ``params_of_optimizers``: for each followed optimizer, the name of
     its class, and name and tensor of each of its parameters. The name begins with ``outside/`` if the model does not
     hold the tensor."""
-    followed = {id(p) for _, params in params_of_optimizers for _, p in params}
-    idle = {id(p): p for p in model_params if is_dtensor(p) and p.requires_grad and id(p) not in followed}
+    dtensors = list(filter(is_dtensor, model_params))
+    followed = {id(p) for _, params in params_of_optimizers for _, p in params} if dtensors else set()
+    idle = {id(p): p for p in dtensors if p.requires_grad and id(p) not in followed}
     for optimizer, params in params_of_optimizers if idle else ():
         outside = [p for name, p in params if name.startswith("outside/") and not is_dtensor(p)]
         if _have_shapes_of(outside, list(idle.values())):

@@ -84,9 +84,9 @@ def inner_of(optimizer: object) -> list[object]:
     found: dict[int, object] = {}
     for value in _attributes(optimizer).values():
         many = list(value.values()) if isinstance(value, dict) else value
-        for one in many if isinstance(many, (list, tuple)) else [many]:
-            if one is not optimizer and _is_optimizer(one):
-                found[id(one)] = one
+        ones = many if isinstance(many, (list, tuple)) else [many]
+        if any(issubclass(kind, Optimizer) for kind in set(map(type, ones))):  # the state has as many as parameters
+            found.update((id(one), one) for one in ones if one is not optimizer and _is_optimizer(one))
     return list(found.values())
 
 
