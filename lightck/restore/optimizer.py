@@ -140,9 +140,9 @@ def _state_tensor(
 
 def _fits(value: object, entry: Entry) -> bool:
     """Whether a live value is a tensor with the dtype and shape of the entry, and no DTensor."""
-    if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dtype != dtype_from_name(entry.dtype):
+    if not isinstance(value, torch.Tensor) or is_dtensor(value):
         return False
-    return value.shape == entry.shape
+    return value.shape == entry.shape and value.dtype == dtype_from_name(entry.dtype)
 
 
 def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:

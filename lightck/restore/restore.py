@@ -31,7 +31,7 @@ from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_vi
 from lightck.state.local_tensors import local_of, refuse_optimizer_before_dtensors, reshard
 from lightck.state.parts import part_of_live, refuse_parts
 from lightck.state.rules import assign_parts
-from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
+from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable_ones
 
 _Names = tuple[str, ...]
 
@@ -128,8 +128,7 @@ def check(
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     assign_parts(layout, tensors)
-    for live in tensors:
-        refuse_unstorable(live.name, live.tensor, "restored")
+    refuse_unstorable_ones([live.name for live in tensors], [live.tensor for live in tensors], "restored")
     if not of_rank:
         refuse_parts(tensors, "restored")
     if contents.from_stages:
@@ -166,10 +165,10 @@ def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], pla
     one side. Returns all other tensors of ``lives``."""
     left = []
     for live in lives:
-        entry = contents.entries.get(live.name)
+        may_resize = live.role == "buffer" and live.name in contents.resizable
+        entry = contents.entries.get(live.name) if may_resize else None
         is_whole = live.dtensor is None and live.part is None
-        may_resize = live.role == "buffer" and live.name in contents.resizable and is_whole
-        if may_resize and not (entry and _is_like(live.tensor, entry)):
+        if may_resize and is_whole and not (entry and _is_like(live.tensor, entry)):
             plan.resizable.append((None if entry is None else entry.alias or live.name, live))
         else:
             left.append(live)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, eq
 
 import torch
 
@@ -18,6 +18,7 @@ from lightck.restore.contents import Source, load_tensor
 from lightck.state.device_transfers import bytes_in_order
 from lightck.state.memory_overlap import Named, groups_by_range, range_of
 
+_is_cpu, _shape, _stride, _nbytes = map(attrgetter, ("is_cpu", "shape", "stride", "nbytes"))
 _ALIGN = 64
 """Alignment of scratch memory in bytes. Torch's allocator has the same alignment, so that a view of any dtype begins at
 a multiple of its element size."""
@@ -169,7 +170,10 @@ class TensorWrites:
         for name, tensor in others:
             _write_one(self.source, name, tensor)
         # A write by address does not increment the version counter, and autograd and sessions rely on this counter.
-        torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
+        tensors = [tensor for _, tensor in added]
+        if any(map(torch.Tensor.is_inference, tensors)):
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
 
     def _split(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
         """Return two lists: the tensors into whose memory the reader can write in parallel, and all other tensors."""
@@ -208,10 +212,10 @@ def _have_memory_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -
     """Whether ``_has_memory_layout_of`` is true for each pair of entry and tensor. This test takes less time than one
     call for each pair. In some cases it returns False although all pairs match."""
     return (
-        all(map(attrgetter("is_cpu"), tensors))
+        all(map(_is_cpu, tensors))
         and not any(map(torch.Tensor.is_conj, tensors))
         and not any(map(torch.Tensor.is_neg, tensors))
-        and [tensor.shape for tensor in tensors] == [entry.shape for entry in entries]
-        and [tensor.nbytes for tensor in tensors] == [entry.nbytes for entry in entries]
-        and [tensor.stride() for tensor in tensors] == [entry.stride for entry in entries]
+        and all(map(eq, map(_shape, tensors), map(_shape, entries)))
+        and all(map(eq, map(_nbytes, tensors), map(_nbytes, entries)))
+        and all(map(eq, map(torch.Tensor.stride, tensors), map(_stride, entries)))
     )

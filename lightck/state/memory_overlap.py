@@ -6,6 +6,7 @@ Tensors on the CPU and on all CUDA devices are compared by address alone, becaus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -13,13 +14,18 @@ import torch
 from lightck.pool.format.layout import is_dense
 
 Named = tuple[str, torch.Tensor]
+_nbytes = attrgetter("nbytes")
 
 
 def groups_by_range(tensors: Sequence[Named]) -> list[list[Named]]:
     """Return the groups of two or more tensors whose memory ranges, from the first to the last byte, overlap."""
     compared = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
-    lows = np.array([tensor.data_ptr() for _, tensor in compared], "u8")
-    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in compared], "u8")
+    alone = [tensor for _, tensor in compared]
+    lows = np.array(list(map(torch.Tensor.data_ptr, alone)), "u8")
+    if all(map(torch.Tensor.is_contiguous, alone)):
+        highs = lows + np.array(list(map(_nbytes, alone)), "u8")
+    else:
+        highs = lows + np.array(list(map(_reach, alone)), "u8")
     order = lows.argsort()
     begins_group = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
     if begins_group.all():

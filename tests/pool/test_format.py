@@ -595,6 +595,57 @@ def test_an_impossible_entry_is_read_or_damaged(changed: list[dict[str, Any]]) -
             assert entry.nbytes == nbytes, "what is taken goes together"
 
 
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "shape": st.sampled_from([[2, 3], [3, 2], [2, 3, 1], [], (2, 3), [2, 3.0], "ab"]),
+                "stride": st.sampled_from([[3, 1], [1, 2], [True, 1], None]),
+                "nbytes": st.sampled_from([0, 24, 24.0, 2**62, True]),
+                "offset": st.sampled_from([256, -256, 2**62, "x"]),
+                "layer": st.sampled_from([-1, -2, 2**62, None]),
+                "alias": st.sampled_from(["a", "b\0", None, 3, "a" * 2000]),
+                "name": st.sampled_from(["b", "gradient/a", 5, "a\0", "a" * 4096, "a" * 4097]),
+                "role": st.sampled_from(["buffer", "gradient", "other", [1]]),
+                "dtype": st.sampled_from(["int32", "other", [1]]),
+                "device": st.sampled_from(["cuda", None, "a\0"]),
+                "place": st.sampled_from(["slot", "home", 1]),
+                "placements": st.just([]),
+            },
+        )
+        | st.sampled_from([None, [], "entry"]),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_entries_are_parsed_together_as_each_by_itself(changed: list[Any], has_place: bool) -> None:
+    keys = layout._PLAIN_KEYS | ({"place"} if has_place else set())
+    place = {"place": "slot"} if has_place else {}
+    items = [{**entry_map(**place), **one} if isinstance(one, dict) else one for one in changed]
+
+    def parsed(items: list[Any]) -> list[Entry] | str:
+        try:
+            return layout._entries(items, keys)
+        except DamagedError as err:
+            return str(err)
+
+    alone = [parsed([item]) for item in items]
+    wrong = next((one for one in alone if isinstance(one, str)), None)
+    assert parsed(items) == (wrong or [entry for one in alone for entry in one])
+
+
+def test_a_table_that_ends_after_any_byte_is_damaged() -> None:
+    table = layout.encode(
+        [Entry(f"p{i}", "param", "float32", (2, 3), (3, 1), 24, offset=256 + 256 * i) for i in range(70)]
+    )
+    assert len(layout.decode(table, low=256, high=MIB)) == 70
+    for end in range(len(table)):
+        with pytest.raises(DamagedError):
+            layout.decode(table[:end], low=256, high=MIB)
+
+
 def entry_map(**changes: Any) -> dict[str, Any]:
     return {**Entry("a", "param", "float32", (2, 3), (3, 1), 24, offset=256).to_map(), **changes}
 

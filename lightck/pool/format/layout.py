@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, islice, starmap
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -323,6 +324,8 @@ def is_name(text: str) -> bool:
 
 _plain_values = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
+_CHUNK = 64
+"""How many entries are parsed together."""
 _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
 _RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
 
@@ -441,8 +444,11 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         count = unpacker.read_array_header()
         if count > ENTRIES_MAX:
             raise DamagedError("list of tensors: it has too many entries")
-        for _ in range(count):
-            yield unpacker.unpack()
+        for start in range(0, count, _CHUNK):
+            chunk = list(islice(unpacker, min(_CHUNK, count - start)))
+            if len(chunk) < min(_CHUNK, count - start):
+                raise DamagedError("list of tensors: it ends too early")
+            yield from chunk
         if unpacker.tell() != len(data):
             raise DamagedError("list of tensors: bytes are left after its last entry")
     except DamagedError:
@@ -458,7 +464,10 @@ def _parse_entries(
     ``DamagedError``."""
     has_gradients = home_nbytes is not None
     keys = (_RANK_KEYS if has_group else _PLAIN_KEYS) | ({"place"} if has_gradients else set())
-    entries = tuple(_rank_entries(items, keys, has_shares) if has_group else (_entry(item, keys) for item in items))
+    if has_group:
+        entries = tuple(_rank_entries(items, keys, has_shares))
+    else:
+        entries = tuple(chain.from_iterable(_entries(chunk, keys) for chunk in _chunks(items)))
     for place, first, end in ((SLOT_PLACE, low, high), (HOME_PLACE, 0, home_nbytes or 0)):
         at = first
         for entry in sorted((e for e in entries if e.nbytes and e.place == place), key=attrgetter("offset")):
@@ -468,13 +477,18 @@ def _parse_entries(
     return entries
 
 
+def _chunks(items: Iterator[object]) -> Iterator[list[object]]:
+    while chunk := list(islice(items, _CHUNK)):
+        yield chunk
+
+
 def _rank_entries(items: Iterator[object], keys: set[str], has_shares: bool) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
     keys = keys | {"share"} if has_shares else keys
-    for item in items:
-        entry = _entry(item, keys)
-        assert isinstance(item, dict), "_entry refuses anything else"
+    found = ((item, e) for chunk in _chunks(items) for item, e in zip(chunk, _entries(chunk, keys), strict=True))
+    for item, entry in found:
+        assert isinstance(item, dict), "_entries refuses anything else"
         shape, pieces = item["logical_shape"], item["pieces"]
         if shape is not None or pieces is not None:
             parsed = parse_pieces(pieces, shape, entry.shape)
@@ -486,6 +500,52 @@ def _rank_entries(items: Iterator[object], keys: set[str], has_shares: bool) -> 
         if n_pieces > LIST_PIECES_MAX or n_pairs > LIST_PAIRS_MAX:
             raise DamagedError("list of tensors: it has too many pieces")
         yield entry
+
+
+def _entries(items: list[object], keys: set[str]) -> list[Entry]:
+    """Parse some entries, without their pieces. ``keys``: the keys that each must have. Raises ``DamagedError``.
+
+    All items are checked together, field by field: that takes a third of the time of one check for each item. If
+    something is wrong, each item is checked by itself, to find which."""
+    entries = _valid_entries(items, keys)
+    return [_entry(item, keys) for item in items] if entries is None else entries
+
+
+def _valid_entries(items: list[Any], keys: set[str]) -> list[Entry] | None:
+    """Return the entries if ``_entry`` would refuse none of them. Return None if it may refuse one."""
+    if set(map(type, items)) != {dict} or set(map(len, items)) != {len(keys)}:
+        return None
+    if not keys.issuperset(chain.from_iterable(items)):  # with these lengths, each item has all of the keys
+        return None
+    columns = [list(column) for column in zip(*map(_plain_values, items), strict=True)]
+    names, roles, dtypes, shapes, strides, nbytes, devices, offsets, layers, aliases = columns
+    texts = [*names, *devices, *(alias for alias in aliases if alias is not None)]
+    numbers = [*nbytes, *offsets, *layers]
+    has_place = "place" in keys
+    if set(map(type, [*texts, *roles, *dtypes])) != {str} or set(map(type, numbers)) != _INT:
+        return None
+    if max(map(len, texts)) > NAME_NBYTES_MAX // 4 or "\0" in "".join(texts):
+        return None
+    if max(numbers) >= INT_MAX or min([*nbytes, *offsets]) < 0 or min(layers) < -1:
+        return None
+    if set(map(type, [*shapes, *strides])) != {list} or not ITEM_NBYTES.keys() >= set(dtypes):
+        return None
+    if not _INT.issuperset(map(type, chain(*shapes, *strides))) or list(map(len, shapes)) != list(map(len, strides)):
+        return None
+    if not {*ROLES, *((GRADIENT_ROLE,) if has_place else ())}.issuperset(roles):
+        return None
+    shapes, strides = list(map(tuple, shapes)), list(map(tuple, strides))
+    sizes = zip(map(_dense_numel, shapes, strides), map(ITEM_NBYTES.__getitem__, dtypes), aliases, strict=True)
+    if nbytes != [None if n is None else 0 if alias is not None else n * each for n, each, alias in sizes]:
+        return None
+    rows = zip(names, roles, dtypes, shapes, strides, nbytes, devices, offsets, layers, aliases, strict=True)
+    entries = list(starmap(Entry, rows))
+    if not has_place:
+        return entries
+    places = [item["place"] for item in items]
+    if any(map(_place_problem, places, roles, names, aliases)):
+        return None
+    return [entry._replace(place=place) for entry, place in zip(entries, places, strict=True)]
 
 
 def _entry(item: object, keys: set[str]) -> Entry:
