@@ -2,7 +2,8 @@
 
 ``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. These two calls take
 8 and 31 us at each update, which is much if the whole update takes 500 us. The same words lie in one piece in the
-memory of the generator, where they are read here. Python does not document where its words lie, and numpy does not
+memory of the generator, where they are read here. A generator that was not used since the last read gives the same
+``Twister`` object again. Python does not document where its words lie, and numpy does not
 document where its cached normal number lies. ``_python_place`` and ``_numpy_place`` search for these places once, in
 generators made for that purpose. A place is used only if it holds exactly what the public functions return, at several
 states of the generator. If no place is found (another interpreter, another version), and for any other kind of
@@ -26,6 +27,8 @@ WORDS = 624
 _KEY = struct.Struct(f"<{WORDS}I")
 _INT = struct.Struct("<i")
 _GAUSS = struct.Struct("<d")
+_READ_NBYTES = _KEY.size + _INT.size
+"""Bytes of the words and the position together."""
 
 
 class Twister(NamedTuple):
@@ -60,14 +63,21 @@ class _PythonMemory:
 
     def __init__(self, generator: Any, place: _PythonPlace) -> None:
         self.generator = generator
-        self._memory = (ctypes.c_char * (_KEY.size + _INT.size)).from_address(id(generator) + place.begin)
+        self._memory = (ctypes.c_char * _READ_NBYTES).from_address(id(generator) + place.begin)
         self._key_at, self._position_at = (_INT.size, 0) if place.is_position_first else (0, _KEY.size)
+        self._last: tuple[bytes, Twister] | None = None
+        """The memory that was read last, and its state. One value, because several threads may read."""
 
     def read(self) -> Twister:
+        """Return the state; the same object as before if it is the same state."""
         memory = self._memory.raw  # one copy under the GIL, so that no other thread draws meanwhile
-        gauss = self.generator.gauss_next
+        gauss, last = self.generator.gauss_next, self._last
+        if last is not None and last[0] == memory and last[1].gauss is gauss:
+            return last[1]
         key = memory[self._key_at : self._key_at + _KEY.size]
-        return Twister(key, _INT.unpack_from(memory, self._position_at)[0], gauss is not None, gauss)
+        state = Twister(key, _INT.unpack_from(memory, self._position_at)[0], gauss is not None, gauss)
+        self._last = memory, state
+        return state
 
 
 class _NumpyMemory:
@@ -76,14 +86,24 @@ class _NumpyMemory:
     def __init__(self, generator: Any, bit_generator: Any, place: _NumpyPlace) -> None:
         self.generator, self.bit_generator, self._lock = generator, bit_generator, bit_generator.lock
         address = bit_generator.ctypes.state_address  # documented by numpy: the words lie there, and then the position
-        self._key = (ctypes.c_char * _KEY.size).from_address(address)
-        self._position = ctypes.c_int.from_address(address + _KEY.size)
-        self._has_gauss = ctypes.c_int.from_address(id(generator) + place.has_gauss)
-        self._gauss = ctypes.c_double.from_address(id(generator) + place.gauss)
+        self._memory = (ctypes.c_char * _READ_NBYTES).from_address(address)
+        self._has_gauss = (ctypes.c_char * _INT.size).from_address(id(generator) + place.has_gauss)
+        self._gauss = (ctypes.c_char * _GAUSS.size).from_address(id(generator) + place.gauss)
+        self._last: tuple[tuple[bytes, bytes, bytes], Twister] | None = None
+        """As in ``_PythonMemory``."""
 
     def read(self) -> Twister:
+        """Return the state; the same object as before if it is the same state, bit for bit."""
         with self._lock:  # numpy draws large arrays without the GIL
-            return Twister(self._key.raw, self._position.value, self._has_gauss.value != 0, self._gauss.value)
+            found = self._memory.raw, self._has_gauss.raw, self._gauss.raw
+        last = self._last
+        if last is not None and last[0] == found:
+            return last[1]
+        memory, has_gauss, gauss = found
+        position = _INT.unpack_from(memory, _KEY.size)[0]
+        state = Twister(memory[: _KEY.size], position, any(has_gauss), _GAUSS.unpack(gauss)[0])
+        self._last = found, state
+        return state
 
 
 _python: _PythonMemory | None = None

@@ -63,6 +63,36 @@ def test_a_captured_state_does_not_change_with_the_generators():
     assert state.packed() == expected
 
 
+@given(names=st.lists(st.sampled_from(sorted(DRAWS)), max_size=4))
+def test_a_state_that_has_not_changed_is_the_same_object(names):
+    """So that nothing of it is packed again."""
+    first = rng.capture()
+    assert rng.capture() is first
+    before = first.packed()
+    for name in names:
+        DRAWS[name]()
+    torch.rand(len(names))
+    now = rng.capture()
+    assert rng.capture() is now
+    assert (now.packed() == before) == (by_call().packed() == before)
+
+
+@pytest.mark.parametrize("of", ["random", "numpy"])
+def test_zeros_of_both_signs_are_two_states(of):
+    """They are equal as numbers, and the next draw returns one of them."""
+    random.gauss(0, 1)
+    np.random.randn()
+    packed = []
+    for gauss in (0.0, -0.0, 0.0):
+        if of == "random":
+            random.setstate((*random.getstate()[:2], gauss))
+        else:
+            np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": gauss})
+        assert_same(rng.capture(), by_call())
+        packed.append(rng.capture().packed())
+    assert packed[0] == packed[2] != packed[1]
+
+
 def test_numpy_s_generator_with_other_bits_is_read_by_call():
     before = np.random.get_bit_generator()
     try:
