@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import CodeType, FrameType, FunctionType
-from typing import TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
 """Numbers of the signals that are deferred: signals that programs handle. (Torch handles CHLD: its handler raises when
@@ -117,12 +118,12 @@ def _code_of(handler: object) -> CodeType | None:
     return function.__code__ if isinstance(function, FunctionType) else None
 
 
-def retry_interrupted(work: Callable[[], T]) -> T:
-    """Return the result of ``work``. Each time ``work`` raises ``Interrupted``, run the queued handlers and call
+def retry_interrupted(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return ``work(*args, **kwargs)``. Each time ``work`` raises ``Interrupted``, run the queued handlers and call
     ``work`` again. Raises what a handler raises."""
     while True:
         try:
-            return work()
+            return work(*args, **kwargs)
         except Interrupted:
             _handle_during_deferral()
 

@@ -37,6 +37,7 @@ _CHECKED_ITEMS = 64
 _WORD = 8
 """Bytes of a word. A large tensor is not read whole, but only at single words that are spread over it."""
 _MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _PARTIAL = 1
 """The lowest bit of a checksum. It is set if the batch has a part of which nothing could be read (a tensor on a device,
 an object). It is not set for a tensor of a subclass, of which only dtype and shape are covered, and not if the batch
@@ -60,7 +61,10 @@ def checksum_of(batch: object, cache: TensorChecksums | None = None) -> int | No
             break
         item = todo.pop()
         kind = type(item)
-        if (kind is torch.Tensor or kind is torch.nn.Parameter) and not item.is_nested:  # type: ignore[attr-defined]
+        if (kind is tuple or kind is list) and len(item) <= _CHECKED_ITEMS:  # type: ignore[arg-type]
+            todo.extend(item)  # type: ignore[arg-type]
+            continue
+        if (kind is _Tensor or kind is _Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
             raw = _read(item, tensors <= _CHECKED_TENSORS, cache)  # type: ignore[arg-type]
             found.append(_dtype_and_shape(item.dtype, item.shape))  # type: ignore[attr-defined]

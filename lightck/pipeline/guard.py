@@ -165,8 +165,7 @@ class WriteGuard:
         """Note that a checkpoint was begun: its copies at the boundary are done, and its background copies run."""
         for live, number in submission.frozen:
             self._unchanged.note_written(live, writer.raw_crcs(slot, number))
-        left_out = [live for live, _ in submission.plan.unchanged]
-        self._unchanged.retain([*left_out, *(live for live, _ in submission.frozen)])
+        self._unchanged.retain([live for live, _ in (*submission.plan.unchanged, *submission.frozen)])
         self._n_begun += 1
         if not self._n_watched:
             self._verified_until = writer.generation  # no checkpoint so far had a background copy

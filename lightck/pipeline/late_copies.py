@@ -8,8 +8,7 @@ signatures are not watched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -58,21 +57,19 @@ class LateCopies:
         self._parts: list[_Part] = []
         self._numbers = NO_RECORDS
 
-    @contextmanager
-    def beginning(
+    def begin(
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
-    ) -> Iterator[Begun]:
-        """Begin the late copies of a checkpoint. The caller begins the checkpoint in the ``with`` block. If the block
-        raises, a reservation that was made here is dropped. ``reservation``: the reservation of the eager copies, or
-        None. ``jobs_max``: the largest number of jobs to use. A group for which no job is left is waited for, and
-        copied at the boundary."""
-        self._find_parts(submission)
+    ) -> Begun:
+        """Begin the late copies of a checkpoint. If this raises, a reservation that was made here is dropped.
+        ``reservation``: the reservation of the eager copies, or None. ``jobs_max``: the largest number of jobs to use.
+        A group for which no job is left is waited for, and copied at the boundary."""
+        if submission.has_late or self._parts:
+            self._find_parts(submission)
         if not self._parts:
-            yield Begun(reservation, NO_RECORDS, 0)
-            return
+            return Begun(reservation, NO_RECORDS, 0)
         used = reservation or writer.reserve(slot)
         try:
-            yield self._begin(used, submission, jobs_max)
+            return self._begin(used, submission, jobs_max)
         except BaseException:
             if used is not reservation:
                 used.drop()

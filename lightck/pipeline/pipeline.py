@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 
@@ -30,7 +28,7 @@ from lightck.pipeline.guard import Rejection, Validator, WriteGuard, strike
 from lightck.pipeline.in_flight import FRACTION_LEFT_MAX, InFlightCheckpoint, job_budget, seconds_left
 from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
-from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
+from lightck.pipeline.pool_kind import KindChange, PoolKind, WholeCheckpoints
 from lightck.pipeline.staging.kinds import StagingOption
 from lightck.pipeline.staging.sending import Staging
 from lightck.pipeline.submission import Submission
@@ -49,16 +47,6 @@ from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
-
-
-class KindChange(NamedTuple):
-    """The arguments of ``Pipeline.request_kind``."""
-
-    kind: PoolKind
-    strategy: Strategy
-    n_slots: int
-    reason: str
-    does_not_fit: Callable[[NoSpaceError], None]
 
 
 class Pipeline:
@@ -226,7 +214,7 @@ class Pipeline:
         except LightckError:  # the job failed: the gate raises its error
             return
         if commits_now:
-            self._collect_ended()
+            self._report_ended(checkpoint)
 
     def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
         """Plan and submit the checkpoint of a closed step. Raises ``RelayoutNeededError``."""
@@ -256,14 +244,17 @@ class Pipeline:
         copied, discarded = self.eager.reusable(submission.background, submission.background_numbers)
         self._meter.recopied += discarded
         jobs_max = job_budget(self._in_flight, self._uncommitted_max) if writer.has_whole_checkpoints else 0
-        with (
-            self._late.beginning(writer, slot, submission, self.eager.reservation, jobs_max) as late,
-            self.staging.sending(writer, slot, submission, late.reservation, jobs_max - late.n_jobs) as begun,
-        ):
-            reservation, sent = begun
+        reservation = of_eager_copies = self.eager.reservation
+        try:
+            reservation, late, n_late_jobs = self._late.begin(writer, slot, submission, reservation, jobs_max)
+            reservation, sent = self.staging.send(writer, slot, submission, reservation, jobs_max - n_late_jobs)
             watched = self.guard.watch(submission, writer)
-            copy_plan = submission.copy_plan(copied, sent, late.numbers)
+            copy_plan = submission.copy_plan(copied, sent, late)
             pending = writer.begin(copy_plan, slot, submission.keep_alive, reservation)
+        except BaseException:
+            if reservation is not None and reservation is not of_eager_copies:
+                reservation.drop()
+            raise
         # Only an InFlightCheckpoint ends the job and frees the slot, so nothing may raise before it is created.
         closed_step = plan.closed_step
         needs_no_validation = not (submission.background or submission.has_late) and closed_step.update is None
@@ -327,8 +318,10 @@ class Pipeline:
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
-                with suppress(LightckError):
+                try:
                     writer.store_next_batch(slot, generation, entries)
+                except LightckError:
+                    return
 
     # -- a new pool file ---------------------------------------------------------------------------------
 
@@ -536,16 +529,19 @@ class Pipeline:
     def _collect_ended(self) -> None:
         """Report checkpoints as committed, beginning with the oldest. Stop before the first checkpoint whose job has
         not ended. Raises the error of a job that failed."""
-        while (
-            self._in_flight and self._in_flight[0].pending.job.is_released and self._in_flight[0].pending.job.has_ended
-        ):
+        while self._in_flight and (job := self._in_flight[0].pending.job).is_released and job.has_ended:
             checkpoint = self._in_flight[0]
             self._wait_or_fail(checkpoint, ENDED)
-            self._in_flight.pop(0)
-            if checkpoint.pending.commits:
-                self._note_committed(checkpoint)
-            else:
-                self._note_recorded(checkpoint)
+            self._report_ended(checkpoint)
+
+    def _report_ended(self, checkpoint: InFlightCheckpoint) -> None:
+        """Report the oldest checkpoint in flight, whose job has ended, as committed (or as stored)."""
+        self._in_flight.pop(0)
+        if checkpoint.pending.commits:
+            self._note_committed(checkpoint)
+        else:
+            self._note_recorded(checkpoint)
+        if checkpoint.watched.lives:
             with self._meter.work_of_loop():  # frees gradients that the loop has dropped while they were copied
                 checkpoint.forget_sources()
 

@@ -9,8 +9,7 @@ takes no slot and changes nothing. ``tests/strategy/test_strategies.py`` is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightck.pipeline.write_table import StagedTensor, TensorRecord, WriteTable
 from lightck.state.inventory import Live
@@ -46,8 +45,7 @@ class TargetSlot(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WritePlan:
+class WritePlan(NamedTuple):
     """How one checkpoint is written. Each tensor of the step is handled in exactly one place. A tensor of
     ``WriteTable.undecided`` is in ``at_boundary``, ``unchanged`` or ``omitted``. A tensor that ``WriteTable.without``
     took out of its table is in ``unchanged`` or ``omitted``. Every other tensor is handled by its table."""

@@ -3,9 +3,11 @@ checkpoint gets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from lightck.errors import NoSpaceError
+from lightck.pipeline.plan import Strategy
 from lightck.pool.engine import Engine
 from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry
 from lightck.pool.reader import PoolReader
@@ -104,3 +106,13 @@ def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
 def _owners(entries: Sequence[Entry]) -> Mapping[str, int]:
     """Return name of a parameter or buffer -> its position among the entries."""
     return {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
+
+
+class KindChange(NamedTuple):
+    """The arguments of ``Pipeline.request_kind``."""
+
+    kind: PoolKind
+    strategy: Strategy
+    n_slots: int
+    reason: str
+    does_not_fit: Callable[[NoSpaceError], None]

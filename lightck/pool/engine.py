@@ -11,8 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
@@ -111,8 +110,7 @@ class Medium:
             self.handle = None
 
 
-@dataclass(frozen=True, slots=True)
-class JobInfo:
+class JobInfo(NamedTuple):
     """The progress of a job."""
 
     state: int

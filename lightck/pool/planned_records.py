@@ -7,9 +7,8 @@ change from one checkpoint of a slot to the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from lightck.pool.slots import SlotImage
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
+class CopyPlan(NamedTuple):
     """The copies of one checkpoint, given by record numbers and addresses. The plan refers to no tensors. ``records``,
     ``sources`` and ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
 

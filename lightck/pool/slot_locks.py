@@ -60,6 +60,8 @@ class SlotLocks:
 
     def unlock_all_but(self, indexes: Container[int]) -> None:
         """Unlock all other slots: they were locked for checkpoints that were not begun."""
+        if not self._locked:
+            return
         for index in [index for index in self._locked if index not in indexes]:
             self.unlock(index)
 

@@ -116,7 +116,8 @@ class PoolWriter:
         self._slot_locks = SlotLocks(reader.container.fd)
         self._engine = engine
         self._commit_struct: Commit = ffi.new("lck_commit *")
-        """Filled anew for each job: the engine copies the struct when the job is submitted."""
+        """Filled anew for each job, but for what ``_compute_template`` fills: the engine copies the struct when the job
+        is submitted."""
         self.before_unmap: list[Callable[[], None]] = []
         """``close`` calls these before it unmaps the pool. Code that lets a device write into the pool adds them."""
         container = reader.container
@@ -167,7 +168,9 @@ class PoolWriter:
         self._template["nbytes"] = [e.nbytes for e in self.entries]
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
-        extras, sb = self.entries[self._n_table_entries :], self.superblock
+        extras, sb, commit = self.entries[self._n_table_entries :], self.superblock, self._commit_struct
+        commit.uuid_lo, commit.uuid_hi = commit.origin_lo, commit.origin_hi = uuid_words(sb.uuid)
+        commit.crcs_count, commit.block = self._n_crcs, sb.block
         self._extras = layout.encode_extras(
             extras, has_group=sb.has_group, has_shares=sb.has_shares, has_gradients=sb.has_gradients
         )
@@ -504,17 +507,12 @@ class PoolWriter:
         self, slot: Slot, step: int, generation: int, position: int, manifest_nbytes: int, flags: int
     ) -> Commit:
         """Fill ``_commit_struct`` and return it. ``position``: position of the commit record in the log."""
-        sb = self.superblock
-        lo, hi = uuid_words(sb.uuid)
-        commit = self._commit_struct
+        sb, commit = self.superblock, self._commit_struct
         commit.header_off = slot.offset
         commit.manifest_off = slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes
         commit.record_off = sb.commit_record_offset(position)
         commit.image, commit.image_nbytes = slot.image.buffer_address, manifest_nbytes
-        commit.crcs_off, commit.crcs_count = slot.image.crcs_offset, self._n_crcs
-        commit.raw_crcs, commit.block = slot.image.raw_address, sb.block
-        commit.uuid_lo = commit.origin_lo = lo
-        commit.uuid_hi = commit.origin_hi = hi
+        commit.crcs_off, commit.raw_crcs = slot.image.crcs_offset, slot.image.raw_address
         commit.generation, commit.incarnation, commit.step = generation, self.incarnation, step
         commit.slot, commit.manifest_index, commit.flags, commit.zero = slot.index, slot.manifest_index, flags, 0
         return commit

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import ParamSpec
 
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError, UnsupportedError
 from lightck.events import ClosingEvent, SessionLock
@@ -28,6 +29,8 @@ from lightck.stats import Meter
 from lightck.tiers.drains import Drains
 from lightck.tiers.keep import Exports
 from lightck.tiers.pin import Hold, Holds
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +172,9 @@ class Commits:
     def _record(self, step: int) -> None:
         """For a step that is not saved: begin to store what its update consumed. The next checkpoint needs it."""
         updated = self._capture.take_updated_frozen()
-        self.run(lambda: self.pipeline.check_left_out_tensors(updated))
+        self.run(self.pipeline.check_left_out_tensors, updated)
         closed_step = self._capture.close_update(step, self._boundary.iteration)
-        self.run(lambda: self.pipeline.begin_record(closed_step))
+        self.run(self.pipeline.begin_record, closed_step)
 
     def _save(self, event: ClosingEvent, step: int) -> None:
         """Read the present state as the checkpoint of ``step``, and begin its copies."""
@@ -183,7 +186,7 @@ class Commits:
         if self.cross_check is not None:
             self.cross_check.compare()
         updated = self._capture.take_updated_frozen()
-        self.run(lambda: self.pipeline.check_left_out_tensors(updated))
+        self.run(self.pipeline.check_left_out_tensors, updated)
         closed_step = self._capture.close(
             event,
             step,
@@ -195,14 +198,14 @@ class Commits:
         )
         self._meter.state_was_read(step, began)
         self._recorder.closing()
-        self.run(lambda: self.pipeline.begin_checkpoint(closed_step))
+        self.run(self.pipeline.begin_checkpoint, closed_step)
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------
 
     def commit_saved(self, timeout: float | None, deadline: float | None) -> None:
         """Commit the checkpoints that are saved."""
-        self.run(lambda: self._finish(timeout, deadline))
+        self.run(self._finish, timeout, deadline)
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
         """Commit the checkpoint of the current step. If it was dropped, or was not saved when it closed (``interval``),
@@ -213,7 +216,7 @@ class Commits:
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
             self._save(ClosingEvent.FLUSH, step)
-            self.run(lambda: self._finish(timeout, deadline))
+            self.run(self._finish, timeout, deadline)
 
     def commit_done(self) -> None:
         """Commit a checkpoint that says that the training is finished. If the saved checkpoint of this step does not
@@ -222,7 +225,7 @@ class Commits:
             return
         if not self._is_done_saved and not self.paused:
             self._save(ClosingEvent.FLUSH, self._boundary.step)
-            self.run(lambda: self._finish(None, None))
+            self.run(self._finish, None, None)
         if self.pipeline.committed == self._boundary.step:
             self._done_at = self._boundary.step
 
@@ -236,15 +239,19 @@ class Commits:
 
     # -- what failed -------------------------------------------------------------------------------------
 
-    def run(self, work: Callable[[], object]) -> None:
-        """Call ``work``. If it raises a ``BackgroundError``, keep the error, to raise it again at every later step and
-        at close. If a signal interrupts a wait in ``work``, call ``work`` again after the signal's handler, unless the
-        handler closed the session."""
+    def run(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call ``work`` with the arguments. If it raises a ``BackgroundError``, keep the error, to raise it again at
+        every later step and at close. If a signal interrupts a wait in ``work``, call ``work`` again after the signal's
+        handler, unless the handler closed the session."""
         try:
-            retry_interrupted(lambda: work() if self._session_lock.is_open else None)
+            retry_interrupted(self._call_if_open, work, *args, **kwargs)  # type: ignore[arg-type]
         except BackgroundError as err:
             self.failure = err
             raise
+
+    def _call_if_open(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._session_lock.is_open:
+            work(*args, **kwargs)
 
     def raise_failure(self) -> None:
         """Raise the ``BackgroundError`` that ``run`` has kept, if any."""

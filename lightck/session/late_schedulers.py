@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from operator import is_
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
@@ -38,16 +39,21 @@ class LateSchedulers:
         """``left_out``: the unsaved schedulers that exist already. The user has left them out."""
         self._capture = capture
         self._left_out = [weakref.ref(one) for one in left_out]
-        self._keys, self._rates, self._counts = self._seen()
+        self._saved = [one for one in capture.objects.values() if isinstance(one, LRScheduler)]
+        self._options, self._counts = self._options_now(), step_counts(self._saved)
         self._n_unexplained = 0
         """How many updates had options that no saved scheduler explains."""
 
     def check(self) -> bool:
         """Warn of a late scheduler. Returns True if there is one: then nothing is left to find."""
-        before = self._keys, self._rates, self._counts
-        self._keys, self._rates, self._counts = self._seen()
-        is_driven = self._rates != before[1] and self._counts == before[2]
-        if self._keys == before[0] and not is_driven:
+        before, counts = self._options, self._counts
+        self._options = now = self._options_now()
+        if self._saved:
+            self._counts = step_counts(self._saved)
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return False  # the usual case
+        is_driven = _numbers(now[1::2]) != _numbers(before[1::2]) and self._counts == counts
+        if now[::2] == before[::2] and not is_driven:
             return False
         self._n_unexplained += 1
         if self._n_unexplained & (self._n_unexplained - 1):
@@ -64,24 +70,28 @@ class LateSchedulers:
         )
         return True
 
-    def _optimizers(self) -> list[Optimizer]:
-        return [view.optimizer for view in self._capture.optimizers]
-
-    def _seen(self) -> tuple[list[int], list[object], list[object]]:
-        """Return the number of options of each group, its learning rate (None for a tensor), and the counts of the
-        saved schedulers."""
-        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
-        rates: list[object] = [rate if type(rate := group.get("lr")) is float else None for group in groups]
-        return [len(group) for group in groups], rates, step_counts(self._capture.objects.values())
+    def _options_now(self) -> list[object]:
+        """Return the number of options and the learning rate of each group, in turn."""
+        found: list[object] = []
+        for view in self._capture.optimizers:
+            for group in view.optimizer.param_groups:
+                found += len(group), group.get("lr")
+        return found
 
     def _late(self) -> LRScheduler | None:
         """Return a live scheduler that is neither saved nor left out; None if there is none."""
         known = {id(one) for one in self._capture.objects.values()}
         known |= {id(one) for ref in self._left_out if (one := ref()) is not None}
+        optimizers: list[Optimizer] = [view.optimizer for view in self._capture.optimizers]
         found: list[LRScheduler] = []
         for collect in (False, True):  # what the quick search finds may be garbage
-            live = schedulers_of(LiveObjects(collect=collect), self._optimizers())
+            live = schedulers_of(LiveObjects(collect=collect), optimizers)
             found = [one for one in live if id(one) not in known]
             if not found:
                 return None
         return found[0]
+
+
+def _numbers(rates: list[object]) -> list[float | None]:
+    """Return the learning rates, with None in place of each that is a tensor, because its value is not read."""
+    return [rate if type(rate) is float else None for rate in rates]

@@ -375,7 +375,7 @@ class Steps(StepListener):
             and self.commits.cadence.will_be_due(step, self.commits.saved_step)
         ):
             with self.meter.stall("layer updated"):
-                self.commits.run(lambda: self.pipeline.copy_eagerly(tensors))
+                self.commits.run(self.pipeline.copy_eagerly, tensors)
 
     def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
         if buckets:

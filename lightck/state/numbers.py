@@ -51,6 +51,8 @@ class ModuleNumbers:
         n = self._n_checkpoints
         if n <= _FIRST_CHECKPOINTS or n & (n - 1) == 0:
             self._sample()
+        if not self._changes:
+            return {}
         often = [name for name, count in self._changes.items() if 2 * count > self._n_samples]
         found = ((name, *self._places[name]) for name in often)
         return {name: attributes[key] for name, attributes, key in found if _is_number(attributes.get(key))}

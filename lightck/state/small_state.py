@@ -9,8 +9,7 @@ says of its key). The packed bytes are the same as those of ``values.pack``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgpack
 import torch
@@ -117,8 +116,7 @@ def pack_plain(value: object) -> bytes:
     return cast("bytes", _plain_packer.pack(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A value that is packed already: ``data`` is stored unchanged."""
 
     data: bytes

