@@ -27,51 +27,55 @@ class Tier:
 
     ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` continues from the newest one if the
     pool is lost.
+
+    Args:
+        root: the folder, which is made if the folder above it exists; or a URL: ``s3://``, ``gs://`` or ``az://``. It
+            holds the checkpoints of one run only.
+        every: how often a checkpoint is sent: a time (``"30s"``, ``"5min"``, ``"1h"``: the newest checkpoint then), or
+            a number of updates (``every=1000``: the first checkpoint that is committed at step 1000 or later, and so
+            on). In any case the newest checkpoint is sent when the session is closed, and when the training was killed.
+        keep_last: how many of the newest checkpoints stay, 2 or more; None: all stay. The others are removed, each an
+            hour after a newer one has replaced it, so that whoever reads it has time.
+        keep_every: checkpoints whose step is a multiple of this number are sent, and stay besides the newest ones. Goes
+            with ``keep_last``.
+        keep_best: ``("val_loss", 3, "min")``: the checkpoint of each step with ``session.log(val_loss=...)`` is sent,
+            and the three with the smallest values stay besides the newest ones; with ``"max"`` those with the largest.
+            Checkpoints of earlier sessions of the run count too. Goes with ``keep_last``.
+        rate: at most so many bytes are sent in a second: ``"200MB/s"``, or a number; None: as many as the tier takes.
+            In a group each rank sends so many. The limit ends where time is short: when a signal announces the end of
+            the training (``preemption``), and when the training was killed. ``close()`` keeps to it.
+        spare_slot: whether the pool gets one more slot (two with ``keep_every`` or ``keep_best``), each as large as the
+            state, so that the training never waits, and never overwrites a checkpoint, while one is sent. All tiers
+            share these slots.
+        reread: the time in which everything in this tier is read again once, a piece now and then, and compared with
+            its checksums; the pool too. What is damaged is written anew from another copy, or is reported in a warning.
+            None: nothing is read again.
+        format: None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other
+            programs, ``step-00001000.safetensors`` and so on; ``every`` is then a number of updates, and only
+            ``keep_last`` and ``what`` count.
+        what: with ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states).
+        compress: ``"zstd"`` or ``"lz4"`` (with ``pip install 'lightck[compression]'``): tensors are compressed without
+            loss on their way; None: they are not. zstd makes fp32 state about 1.2 times smaller and bf16 state about
+            1.5 times, and takes 2 to 4 s of a processor for a GB; lz4 gains two thirds of that, and takes less. The
+            name is stored with each object, so a reader needs the extra and no option.
+        options: with a URL: what the store needs beside it, by the names of ``obstore``: ``{"endpoint": "https://...",
+            "region": "eu-central-1", "server_side_encryption": "AES256"}``. Credentials come from the environment or
+            the machine.
     """
 
     root: str | os.PathLike[str]
-    """The folder, which is made if the folder above it exists; or a URL: ``s3://``, ``gs://`` or ``az://``. It holds
-    the checkpoints of one run only."""
     _: KW_ONLY
     every: int | str
-    """How often a checkpoint is sent: a time (``"30s"``, ``"5min"``, ``"1h"``: the newest checkpoint then), or a number
-    of updates (``every=1000``: the first checkpoint that is committed at step 1000 or later, and so on). In any case
-    the newest checkpoint is sent when the session is closed, and when the training was killed."""
     keep_last: int | None = None
-    """How many of the newest checkpoints stay, 2 or more; None: all stay. The others are removed, each an hour after a
-    newer one has replaced it, so that whoever reads it has time."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this number are sent, and stay besides the newest ones. Goes with
-    ``keep_last``."""
     keep_best: tuple[str, int, str] | None = None
-    """``("val_loss", 3, "min")``: the checkpoint of each step with ``session.log(val_loss=...)`` is sent, and the three
-    with the smallest values stay besides the newest ones; with ``"max"`` those with the largest. Checkpoints of earlier
-    sessions of the run count too. Goes with ``keep_last``."""
     rate: int | float | str | None = None
-    """At most so many bytes are sent in a second: ``"200MB/s"``, or a number; None: as many as the tier takes. In a
-    group each rank sends so many. The limit ends where time is short: when a signal announces the end of the training
-    (``preemption``), and when the training was killed. ``close()`` keeps to it."""
     spare_slot: bool = True
-    """Whether the pool gets one more slot (two with ``keep_every`` or ``keep_best``), each as large as the state, so
-    that the training never waits, and never overwrites a checkpoint, while one is sent. All tiers share these slots."""
     reread: str | None = "24h"
-    """The time in which everything in this tier is read again once, a piece now and then, and compared with its
-    checksums; the pool too. What is damaged is written anew from another copy, or is reported in a warning. None:
-    nothing is read again."""
     format: str | None = None
-    """None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other programs,
-    ``step-00001000.safetensors`` and so on; ``every`` is then a number of updates, and only ``keep_last`` and ``what``
-    count."""
     what: str = "model"
-    """With ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
     compress: str | None = None
-    """``"zstd"`` or ``"lz4"`` (with ``pip install 'lightck[compression]'``): tensors are compressed without loss on
-    their way; None: they are not. zstd makes fp32 state about 1.2 times smaller and bf16 state about 1.5 times, and
-    takes 2 to 4 s of a processor for a GB; lz4 gains two thirds of that, and takes less. The name is stored with each
-    object, so a reader needs the extra and no option."""
     options: Options | None = field(default=None, repr=False, hash=False)
-    """With a URL: what the store needs beside it, by the names of ``obstore``: ``{"endpoint": "https://...", "region":
-    "eu-central-1", "server_side_encryption": "AES256"}``. Credentials come from the environment or the machine."""
 
     def __post_init__(self) -> None:
         root = os.fspath(self.root)
