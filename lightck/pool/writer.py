@@ -160,7 +160,7 @@ class PoolWriter:
 
     def _compute_template(self) -> None:
         """Compute what stays the same until the entries change: the copy array without sources (``_template``), the
-        number of checksums, and the encoded extra entries."""
+        number of checksums, the encoded extra entries, and some fields of ``_commit_struct``."""
         # Each entry has room for the checksums of its whole extent: if its tensor grows, those of others stay in place.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)

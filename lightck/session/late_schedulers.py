@@ -93,5 +93,5 @@ class LateSchedulers:
 
 
 def _numbers(rates: list[object]) -> list[float | None]:
-    """Return the learning rates, with None in place of each that is a tensor, because its value is not read."""
+    """Return the learning rates, with None in place of each that is no float: the value of a tensor is not read."""
     return [rate if type(rate) is float else None for rate in rates]

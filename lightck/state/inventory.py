@@ -167,6 +167,8 @@ class ModelView:
         self._build()
 
     def _build(self) -> None:
+        self._structure: TreeStructure | None = None
+        """The structure for which the places were found. None if the last search for them raised an error."""
         self._registered: list[tuple[dict[str, Any], str, str, str, int]] = []
         """For each parameter or persistent buffer of each module: the dict and the key of the tensor, its name, its
         role, and the number of its module."""
@@ -176,9 +178,7 @@ class ModelView:
         """Name and module of each extra state."""
         self._sharded: set[int] = set()
         """Ids of the parameter dicts of the modules for which ``fully_shard`` was called, and of those below them."""
-        layers: dict[int, int] = {}
-        has_extra: dict[type, bool] = {}
-        sharded_class = fully_sharded_class()
+        layers, has_extra, sharded_class = dict[int, int](), dict[type, bool](), fully_sharded_class()
         self.local_names: dict[str, str] = {}
         """Name in the pool -> name in this model, of each tensor and extra state; both without the prefix ``model/``.
         (A layout may rename.)"""
@@ -218,7 +218,7 @@ class ModelView:
         """If a module, parameter name or buffer name was added, removed or replaced since the last search, find all
         places again and return True. Otherwise return False. Raises ``UnsupportedError`` if ``fully_shard`` was called
         on the model since this view was made."""
-        has_changed = self._structure.has_changed()
+        has_changed = self._structure is None or self._structure.has_changed()
         if has_changed:
             was_sharded = self.is_sharded
             self._build()

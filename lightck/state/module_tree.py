@@ -11,9 +11,9 @@ from operator import attrgetter, is_
 
 from torch import nn
 
-_registries = attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-"""The dicts of a module's children, parameters and buffers, and the names of its buffers that are not persistent."""
-_children = attrgetter("_modules")
+_registries = attrgetter("_modules", "_parameters", "_buffers")
+"""The dicts of a module's children, parameters and buffers."""
+_children, _not_persistent = attrgetter("_modules"), attrgetter("_non_persistent_buffers_set")
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -38,18 +38,18 @@ class TreeStructure:
         self._modules = list(modules)
         self._classes = list(map(type, self._modules))
         self._registries = list(chain.from_iterable(map(_registries, self._modules)))
-        """Four registries of each module, in turn."""
+        """Three registries of each module, in turn."""
         self._sizes = list(map(len, self._registries))
         self._names = list(chain.from_iterable(self._registries))
         self._dicts_of_children = list(map(_children, self._modules))
         self._children = self._children_now()
+        self._not_persistent = list(map(frozenset, map(_not_persistent, self._modules)))
 
     def _children_now(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._dicts_of_children)))
 
     def has_changed(self) -> bool:
-        """Whether the tree has another structure now. (Also True if a set of names has the same names in another
-        order.)"""
+        """Whether the tree has another structure now. (Also True if a registry was replaced by an equal one.)"""
         # If the sizes are equal, the lists below have the length that they had.
         return not (
             all(map(is_, chain.from_iterable(map(_registries, self._modules)), self._registries))
@@ -57,4 +57,5 @@ class TreeStructure:
             and list(chain.from_iterable(self._registries)) == self._names
             and all(map(is_, self._children_now(), self._children))
             and all(map(is_, map(type, self._modules), self._classes))
+            and list(map(_not_persistent, self._modules)) == self._not_persistent
         )

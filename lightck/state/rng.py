@@ -214,8 +214,8 @@ capture."""
 
 def capture() -> RngState:
     """Return the state of all global generators now, without drawing, starting a CUDA context or waiting for a device.
-    If it is the state that was captured last, and CUDA is not used, the same object is returned: then its parts need
-    not be packed or compared again."""
+    If it is the state that was captured last, the same object is returned, so that its parts need not be packed or
+    compared again. (Not if CUDA is used, or if a generator could not be read from its memory.)"""
     global _captured
     python, numpy = python_twister() or random.getstate(), numpy_twister() or np.random.get_state(legacy=False)
     state, cuda = torch.default_generator.get_state(), _capture_cuda()

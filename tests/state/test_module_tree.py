@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightck.errors import StateValueError
+from lightck.state.inventory import ModelView
 from lightck.state.module_tree import TreeStructure, modules_of
 
 
@@ -78,6 +80,36 @@ def test_other_tensors_in_the_same_places_are_no_other_structure():
     model[1][0].running_mean = None
     model.eval()
     assert not structure.has_changed()
+
+
+def test_names_of_buffers_in_another_order_are_no_other_structure():
+    """Caches that a forward registers again: a set may return the same names in another order then."""
+    model = nn.Module()
+    names = [f"cache{i}" for i in range(20)]
+    for name in names:
+        model.register_buffer(name, torch.ones(1), persistent=False)
+    structure = TreeStructure(model.modules())
+    for order in (names[::-1], names):
+        model._non_persistent_buffers_set.clear()
+        model._non_persistent_buffers_set.update(f"other{i}" for i in range(200))
+        model._non_persistent_buffers_set.clear()
+        model._non_persistent_buffers_set.update(order)
+        assert not structure.has_changed()
+
+
+def test_a_view_finds_all_places_again_after_a_search_that_failed():
+    """The failed search had emptied its lists, and the repaired model has the structure of the search before."""
+    model = tree()
+    view = ModelView(model)
+    names = [live.name for live in view.tensors(None)]
+    model[1].itself = model
+    for _ in range(2):
+        with pytest.raises(StateValueError, match="contains itself"):
+            view.refresh()
+    del model[1].itself
+    assert view.refresh()
+    assert [live.name for live in view.tensors(None)] == names
+    assert not view.refresh()
 
 
 def test_one_name_moves_to_the_module_after_it():

@@ -325,7 +325,7 @@ def is_name(text: str) -> bool:
 _plain_values = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
 _CHUNK = 64
-"""How many entries are parsed together."""
+"""How many entries are parsed together. (Those of a rank's pool, which may have many pieces, are parsed one by one.)"""
 _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
 _RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
 
@@ -444,9 +444,10 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         count = unpacker.read_array_header()
         if count > ENTRIES_MAX:
             raise DamagedError("list of tensors: it has too many entries")
-        for start in range(0, count, _CHUNK):
-            chunk = list(islice(unpacker, min(_CHUNK, count - start)))
-            if len(chunk) < min(_CHUNK, count - start):
+        step = 1 if has_group else _CHUNK
+        for start in range(0, count, step):
+            chunk = list(islice(unpacker, min(step, count - start)))
+            if len(chunk) < min(step, count - start):
                 raise DamagedError("list of tensors: it ends too early")
             yield from chunk
         if unpacker.tell() != len(data):
@@ -467,7 +468,8 @@ def _parse_entries(
     if has_group:
         entries = tuple(_rank_entries(items, keys, has_shares))
     else:
-        entries = tuple(chain.from_iterable(_entries(chunk, keys) for chunk in _chunks(items)))
+        chunks = iter(lambda: list(islice(items, _CHUNK)), [])
+        entries = tuple(chain.from_iterable(_entries(chunk, keys) for chunk in chunks))
     for place, first, end in ((SLOT_PLACE, low, high), (HOME_PLACE, 0, home_nbytes or 0)):
         at = first
         for entry in sorted((e for e in entries if e.nbytes and e.place == place), key=attrgetter("offset")):
@@ -477,18 +479,13 @@ def _parse_entries(
     return entries
 
 
-def _chunks(items: Iterator[object]) -> Iterator[list[object]]:
-    while chunk := list(islice(items, _CHUNK)):
-        yield chunk
-
-
 def _rank_entries(items: Iterator[object], keys: set[str], has_shares: bool) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
     keys = keys | {"share"} if has_shares else keys
-    found = ((item, e) for chunk in _chunks(items) for item, e in zip(chunk, _entries(chunk, keys), strict=True))
-    for item, entry in found:
-        assert isinstance(item, dict), "_entries refuses anything else"
+    for item in items:  # one by one, because an item may have many pieces
+        entry = _entry(item, keys)
+        assert isinstance(item, dict), "_entry refuses anything else"
         shape, pieces = item["logical_shape"], item["pieces"]
         if shape is not None or pieces is not None:
             parsed = parse_pieces(pieces, shape, entry.shape)
