@@ -142,6 +142,8 @@ def check(
     _match_optimizers(contents, opt_views, plan, notes, unused_is_drift)
     _match_objects(contents, objects, plan, notes, unused_is_drift, strict)
     _match_extra_state(contents, view, plan, notes)
+    if any(name.startswith("outside/") for name in (*missing, *extra)):
+        notes.append("outside/... names a parameter that an optimizer holds and the model does not, or not any more")
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
         cure = (

@@ -435,8 +435,9 @@ class OptimizerView:
             self._has_warned_removed = warn_of_removed(self.optimizer, self._ids_of_all_params - present)
 
     def rename(self, names: dict[int, str]) -> None:
-        """Do ``refresh`` if a parameter has another name in ``names``, because modules have exchanged parameters."""
-        if any(names.get(id(p), name) != name for name, p in self.params):
+        """Do ``refresh`` if a parameter has another name in ``names``, because modules have exchanged parameters, or
+        has none any more, because a module has replaced it."""
+        if any(names.get(id(p), name if name.startswith("outside/") else None) != name for name, p in self.params):
             self.refresh(names)
 
     def has_changed(self) -> bool:

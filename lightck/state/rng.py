@@ -140,7 +140,7 @@ class RngState:
         # CUDA is first, because only a CUDA device can still refuse its state: no CPU generator has changed if it does.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        _restore_numpy(self.numpy)
         torch.default_generator.set_state(self.torch)
 
     def to_value(self) -> dict[str, object]:
@@ -278,6 +278,14 @@ def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
                 torch.cuda.set_rng_state(state, index)  # torch queues the call if CUDA was not used yet
             except RuntimeError as error:
                 raise _corrupt(f"CUDA device {index} refuses its part ({error})") from error
+
+
+def _restore_numpy(state: dict[str, Any]) -> None:
+    """Set numpy's global generator. If the training had exchanged its bit generator, exchange it again."""
+    name = state["bit_generator"]
+    if type(np.random.mtrand.get_bit_generator()).__name__ != name:
+        np.random.mtrand.set_bit_generator(getattr(np.random, name)())
+    np.random.set_state(state)
 
 
 def _corrupt(reason: str) -> CorruptPoolError:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from toys import same
 
 import lightck
-from lightck.errors import NoCheckpointError, PoolNotFoundError, StateValueError
+from lightck.errors import DriftError, NoCheckpointError, PoolNotFoundError, StateValueError
 
 
 class Pair(nn.Module):
@@ -38,11 +38,27 @@ def swap(model: Any) -> None:
     model.a, model.b = model.b, model.a
 
 
+def replace(model: Any) -> None:
+    """The optimizer keeps the old parameter."""
+    model.a.weight = nn.Parameter(model.a.weight.detach() * 0.9)
+
+
+def tie(model: Any) -> None:
+    model.b.weight = model.a.weight
+
+
+def drop_bias(model: Any) -> None:
+    model.a.bias = None
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "prune": lambda model: prune.l1_unstructured(model.a, "weight", 0.25),
     "parametrize": lambda model: parametrize.register_parametrization(model.a, "weight", Scaled()),
     "wrap": wrap,
     "swap": swap,
+    "replace": replace,
+    "tie": tie,
+    "drop a bias": drop_bias,
 }
 
 
@@ -69,6 +85,24 @@ def test_parameters_that_get_other_names_in_mid_training_keep_their_optimizer_st
     whole = run(folder / "whole.pool", 8)
     run(folder / "cut.pool", 5)
     assert same(run(folder / "cut.pool", 8), whole)
+
+
+@pytest.mark.parametrize("change", [replace, tie, drop_bias])
+def test_an_optimizer_that_holds_what_the_model_no_longer_has_is_refused_if_the_script_holds_it_still(change, pool):
+    """Names, shapes and groups of the script are those of the first checkpoints. Before, its optimizer went on with the
+    parameter that the interrupted run no longer trained."""
+    model = Pair()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for step in range(4):
+            model(torch.ones(8, 4)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                change(model)
+            session.end_step()
+    again = Pair()
+    with pytest.raises(DriftError, match=r"outside/\.\.\. names a parameter that an optimizer holds"):
+        lightck.attach(again, pool, optimizer=torch.optim.Adam(again.parameters(), 1e-2), resume=True)
 
 
 def end(session: lightck.Session, is_killed: bool) -> None:

@@ -61,6 +61,9 @@ def test_another_bit_generator_of_numpy():
             expected = draws()
             rng.RngState.from_value(state).restore()
             assert draws() == expected
+            np.random.set_bit_generator(np.random.MT19937(5))
+            rng.RngState.from_value(state).restore()
+            assert draws() == expected, "a training that exchanged it is resumed by a script that has not yet"
     finally:
         np.random.set_bit_generator(before)
 

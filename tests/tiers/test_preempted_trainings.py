@@ -144,7 +144,7 @@ def test_a_slow_tier_gets_the_checkpoint_within_the_grace(tmp_path):
 @pytest.mark.long
 def test_a_tier_that_is_too_slow_is_named_and_the_process_ends(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
-    with training(pool, tier, grace="2s") as process:
+    with training(pool, tier, grace="2s", until=100_000) as process:
         drain = drain_of(process)
         until(lambda: step_in(tier))
         os.kill(drain, signal.SIGSTOP)
