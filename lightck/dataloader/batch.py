@@ -61,9 +61,6 @@ def checksum_of(batch: object, cache: TensorChecksums | None = None) -> int | No
             break
         item = todo.pop()
         kind = type(item)
-        if (kind is tuple or kind is list) and len(item) <= _CHECKED_ITEMS:  # type: ignore[arg-type]
-            todo.extend(item)  # type: ignore[arg-type]
-            continue
         if (kind is _Tensor or kind is _Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
             raw = _read(item, tensors <= _CHECKED_TENSORS, cache)  # type: ignore[arg-type]
@@ -99,6 +96,9 @@ def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _contents(item: object) -> Iterable[object] | None:
     """Return what a container holds, or None for any other object. Subclasses (named tuples, tokenizers' encodings)
     are containers as well; none of their code runs."""
+    kind = type(item)
+    if (kind is tuple or kind is list) and len(item) <= _CHECKED_ITEMS:  # type: ignore[arg-type]
+        return item  # type: ignore[return-value]
     if isinstance(item, list):
         return _sampled_items(list.__len__(item), partial(list.__getitem__, item))
     if isinstance(item, tuple):

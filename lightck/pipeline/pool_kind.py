@@ -58,6 +58,16 @@ class PoolKind(Protocol):
         ...
 
 
+class KindChange(NamedTuple):
+    """The arguments of ``Pipeline.request_kind``."""
+
+    kind: PoolKind
+    strategy: Strategy
+    n_slots: int
+    reason: str
+    does_not_fit: Callable[[NoSpaceError], None]
+
+
 class WholeCheckpoints:
     """Pools in which each slot holds a whole checkpoint."""
 
@@ -106,13 +116,3 @@ def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
 def _owners(entries: Sequence[Entry]) -> Mapping[str, int]:
     """Return name of a parameter or buffer -> its position among the entries."""
     return {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
-
-
-class KindChange(NamedTuple):
-    """The arguments of ``Pipeline.request_kind``."""
-
-    kind: PoolKind
-    strategy: Strategy
-    n_slots: int
-    reason: str
-    does_not_fit: Callable[[NoSpaceError], None]

@@ -31,7 +31,7 @@ from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_vi
 from lightck.state.local_tensors import local_of, refuse_optimizer_before_dtensors, reshard
 from lightck.state.parts import part_of_live, refuse_parts
 from lightck.state.rules import assign_parts
-from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable_ones
+from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable_tensors
 
 _Names = tuple[str, ...]
 
@@ -128,7 +128,7 @@ def check(
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     assign_parts(layout, tensors)
-    refuse_unstorable_ones([live.name for live in tensors], [live.tensor for live in tensors], "restored")
+    refuse_unstorable_tensors([live.name for live in tensors], [live.tensor for live in tensors], "restored")
     if not of_rank:
         refuse_parts(tensors, "restored")
     if contents.from_stages:

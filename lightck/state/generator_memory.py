@@ -3,11 +3,11 @@
 ``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. These two calls take
 8 and 31 us at each update, which is much if the whole update takes 500 us. The same words lie in one piece in the
 memory of the generator, where they are read here. A generator that was not used since the last read gives the same
-``Twister`` object again. Python does not document where its words lie, and numpy does not
-document where its cached normal number lies. ``_python_place`` and ``_numpy_place`` search for these places once, in
-generators made for that purpose. A place is used only if it holds exactly what the public functions return, at several
-states of the generator. If no place is found (another interpreter, another version), and for any other kind of
-generator, the public functions are called.
+``Twister`` object again. Python does not document where its words lie, and numpy does not document where its cached
+normal number lies. ``_python_place`` and ``_numpy_place`` search for these places once, in generators made for that
+purpose. A place is used only if it holds exactly what the public functions return, at several states of the generator.
+If no place is found (another interpreter, another version), and for any other kind of generator, the public functions
+are called.
 """
 
 from __future__ import annotations

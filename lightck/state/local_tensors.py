@@ -21,14 +21,14 @@ from lightck.state.module_tree import modules_of
 
 _PLAIN_SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """Keys of optimizer state that torch's optimizers keep as plain tensors without dimensions."""
-_PLAIN_TYPES = frozenset((torch.Tensor, nn.Parameter))
-"""The types of almost all tensors. They are no DTensors."""
+PLAIN_TYPES = frozenset((torch.Tensor, nn.Parameter))
+"""The types of almost all tensors, which are neither DTensors nor other wrappers, nor lazy."""
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether the value is a DTensor. False if torch's module of DTensors was never imported: importing it takes half a
     second."""
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.errors import StateValueError, listed
-from lightck.pool.format.layout import ITEM_NBYTES, NAME_NBYTES_MAX, is_name
-from lightck.state.local_tensors import is_dtensor
+from lightck.pool.format.layout import ITEM_NBYTES, NAME_NBYTES_MAX, are_names, is_name
+from lightck.state.local_tensors import PLAIN_TYPES, is_dtensor
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
 _DTYPE_NAMES = {item: name for name, item in DTYPES.items()}
@@ -47,32 +47,23 @@ def dtype_from_name(name: str) -> torch.dtype:
 # -- tensors and modules ---------------------------------------------------------------------------------------------
 
 
-_ORDINARY_TENSOR_TYPES = frozenset((torch.Tensor, nn.Parameter))
-"""Types that are neither lazy nor wrappers. For any other type ``_reason_by_type`` is called, which takes longer than
-all other checks of a tensor."""
-
 _is_nested, _is_meta, _layout = attrgetter("is_nested"), attrgetter("is_meta"), attrgetter("layout")
 _dtype, _nbytes, _storage = attrgetter("dtype"), attrgetter("nbytes"), torch.Tensor.untyped_storage
 _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and create it again in each run"
 
 
-def refuse_unstorable_ones(names: Sequence[str], tensors: Sequence[torch.Tensor], action: str) -> None:
+def refuse_unstorable_tensors(names: Sequence[str], tensors: Sequence[torch.Tensor], action: str) -> None:
     """Do ``refuse_unstorable`` for many tensors, in a third of the time if all of them are dense tensors in whole
     storages."""
-    if not (_are_names(names) and _are_whole(tensors)):
+    if not (are_names(names) and _are_whole(tensors)):
         for name, tensor in zip(names, tensors, strict=True):
             refuse_unstorable(name, tensor, action)
-
-
-def _are_names(texts: Sequence[str]) -> bool:
-    """Whether ``is_name`` is true for each text. In some cases this returns False although it is."""
-    return max(map(len, texts), default=0) <= NAME_NBYTES_MAX // 4 and "\0" not in "".join(texts)
 
 
 def _are_whole(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether ``unstorable_reason`` is None for each tensor. In some cases this returns False although it is."""
     return (
-        _ORDINARY_TENSOR_TYPES.issuperset(map(type, tensors))
+        PLAIN_TYPES.issuperset(map(type, tensors))
         and not any(map(_is_nested, tensors))
         and set(map(_layout, tensors)) <= {torch.strided}
         and not any(map(_is_meta, tensors))
@@ -119,7 +110,8 @@ def refuse_torchscript(prefix: str, module: nn.Module) -> None:
 def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return why a tensor cannot be stored, and what to do about it; None for a tensor that is an array of plain bytes
     in memory."""
-    if type(tensor) not in _ORDINARY_TENSOR_TYPES and (why := _reason_by_type(tensor)):
+    # ``_reason_by_type`` takes longer than all other checks of a tensor.
+    if type(tensor) not in PLAIN_TYPES and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
         return (

@@ -973,7 +973,7 @@ def test_numbers_of_numpy_in_a_loader_are_numbers(pool):
 
 def test_state_moves_to_a_device_with_its_parameters_but_not_its_step_count(pool, monkeypatch):
     """A device that holds no bytes stands for any; it is let pass here."""
-    monkeypatch.setattr(restore, "refuse_unstorable_ones", lambda *_: None)
+    monkeypatch.setattr(restore, "refuse_unstorable_tensors", lambda *_: None)
     pool_with(pool)
     model = net().to("meta")
     optimizer = adam(model)

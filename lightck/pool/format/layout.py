@@ -322,6 +322,11 @@ def is_name(text: str) -> bool:
     return fits and "\0" not in text
 
 
+def are_names(texts: Sequence[str]) -> bool:
+    """Whether ``is_name`` is true for each text. In some cases this returns False although it is."""
+    return max(map(len, texts), default=0) <= NAME_NBYTES_MAX // 4 and "\0" not in "".join(texts)
+
+
 _plain_values = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
 _CHUNK = 64
@@ -521,7 +526,7 @@ def _valid_entries(items: list[Any], keys: set[str]) -> list[Entry] | None:
     has_place = "place" in keys
     if set(map(type, [*texts, *roles, *dtypes])) != {str} or set(map(type, numbers)) != _INT:
         return None
-    if max(map(len, texts)) > NAME_NBYTES_MAX // 4 or "\0" in "".join(texts):
+    if not are_names(texts):
         return None
     if max(numbers) >= INT_MAX or min([*nbytes, *offsets]) < 0 or min(layers) < -1:
         return None
